@@ -9,57 +9,65 @@ from typing import Any
 from easydist.cli.ranks import Rank, Ranks, grouped, stack_of
 from easydist.cluster.connection import connect, disconnect, environment
 
-_START, _SECONDS = 60.0, 5.0
-"""The time for the first answer of a node, and for each further one; a node that takes longer is left out."""
+_START, _SECONDS, _STACK = 60.0, 5.0, 20.0
+"""The time for the first answer of a node, for each further one, and for a stack."""
 
 
 class ClusterRanks:
     """The ranks of this user's processes on all nodes of a Ray cluster.
 
-    Args:
-        job: A part of the ranks' command line; None: all processes.
-
     Raises:
         ConnectionError: There is no cluster.
         ImportError: Ray is not installed.
+
+    Attributes:
+        silent: The nodes that did not answer, each with the reason.
     """
 
-    def __init__(self, job: str | None = None) -> None:
+    def __init__(self) -> None:
+        self.silent: list[str] = []
         self._has_connected = connect("auto", 0)
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._ray, self._job, env = ray, job, environment(None, None)
+        self._ray, env = ray, environment(None, None)
         actor = ray.remote(num_cpus=0)(_Observer)
         nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         there = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
         began = [
-            actor.options(scheduling_strategy=there[node], runtime_env=env).remote(at) for node, at in nodes.items()
+            (at, actor.options(scheduling_strategy=there[node], runtime_env=env).remote()) for node, at in nodes.items()
         ]
-        places = self._answers([one.place.remote() for one in began], _START)
-        seen = {place: (at, one) for place, at, one in zip(places, nodes.values(), began, strict=True) if place}
+        places = self._answers([(at, one.place.remote()) for at, one in began], _START)
+        seen = {place: one for place, one in zip(places, began, strict=True) if place}
         self._observers = dict(seen.values())  # nodes of one host see the same processes
+        self._lost = self.silent
 
     def look(self) -> list[list[Rank]]:
         """Return the ranks of each group, as ``Ranks.look`` does for one host."""
-        told = self._answers([one.look.remote() for one in self._observers.values()], _SECONDS)
-        found = [rank for ranks in told for rank in ranks or ()]
-        return grouped([rank for rank in found if self._job is None or self._job in rank.command])
+        self.silent = [*self._lost]
+        told = self._answers([(at, one.look.remote()) for at, one in self._observers.items()], _SECONDS)
+        pairs = zip(self._observers, told, strict=True)
+        return grouped([rank.at(host) for host, ranks in pairs for rank in ranks or ()])
 
     def stack(self, rank: Rank) -> str:
         """Return the stacks of a rank's threads, or the reason why there are none."""
-        stack: str = self._ray.get(self._observers[rank.host].stack.remote(rank.pid))
+        asked = [(rank.host, self._observers[rank.host].stack.remote(rank.pid))]
+        stack: str = self._answers(asked, _STACK)[0] or "no stack: the node does not answer"
         return stack
 
-    def _answers(self, asked: list[Any], seconds: float) -> list[Any]:
-        """Return the answer of each node; None if it gives none in time."""
-        ready, _ = self._ray.wait(asked, num_returns=len(asked), timeout=seconds)
-        return [self._answer(one) if one in ready else None for one in asked]
+    def _answers(self, asked: list[tuple[str, Any]], seconds: float) -> list[Any]:
+        """Return the answer of each node; None if it gives none in time, with a note of the reason."""
+        ready, _ = self._ray.wait([one for _, one in asked], num_returns=len(asked), timeout=seconds)
+        return [self._answer(at, one, one in ready, seconds) for at, one in asked]
 
-    def _answer(self, ready: Any) -> Any:
+    def _answer(self, at: str, asked: Any, is_ready: bool, seconds: float) -> Any:
+        if not is_ready:
+            self.silent.append(f"{at} did not answer within {seconds:.0f} s")
+            return None
         try:
-            return self._ray.get(ready)
-        except self._ray.exceptions.RayError:  # the node has ended
+            return self._ray.get(asked)
+        except self._ray.exceptions.RayError as error:
+            self.silent.append(f"{at} cannot look: {str(error).partition(chr(10))[0]}")
             return None
 
     def close(self) -> None:
@@ -73,15 +81,15 @@ class ClusterRanks:
 class _Observer:
     """A process of a node that looks at the ranks of its host."""
 
-    def __init__(self, address: str) -> None:
-        self._address, self._ranks = address, Ranks()
+    def __init__(self) -> None:
+        self._ranks = Ranks()
 
     def place(self) -> str:
         """Return a text that only observers of the same processes share."""
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{os.stat('/proc/self/ns/pid').st_ino}"
 
     def look(self) -> list[Rank]:
-        return [rank.at(self._address) for ranks in self._ranks.look() for rank in ranks]
+        return [rank for ranks in self._ranks.look() for rank in ranks]
 
     def stack(self, pid: int) -> str:
         return stack_of(pid)

@@ -48,5 +48,10 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             raise click.UsageError(f"--on {args.on} does not take --{name.replace('_', '-')}{_INSTEAD.get(name, '')}")
     if not args.nproc_per_node.isdigit():
         raise click.UsageError(f"--on {args.on} takes a number of ranks, got -n {args.nproc_per_node}")
+    if not int(args.nproc_per_node) or (args.nodes is not None and args.nodes < 1):
+        raise click.UsageError(f"--on {args.on} takes at least one rank and one node")
     if args.nodes and int(args.nproc_per_node) % args.nodes:
         raise click.UsageError(f"{args.nproc_per_node} ranks cannot be equally many on each of {args.nodes} nodes")
+    amounts = (args.cpus_per_rank or 1.0, args.gpus_per_rank or 1.0)
+    if args.on == "slurm" and not all(amount.is_integer() and amount > 0 for amount in amounts):
+        raise click.UsageError("--on slurm takes whole numbers of CPUs and GPUs for each rank")

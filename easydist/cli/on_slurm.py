@@ -19,13 +19,18 @@ from typing import IO, NamedTuple, TextIO
 
 import click
 
+from easydist import settings
 from easydist.cli.rank import PR_SET_PDEATHSIG
 
-_LABEL = re.compile(r" *(\d+): ?")
+_LABEL = re.compile(rb" *(\d+): ")
+_LONGEST = 1024
+"""The bytes after which srun begins another line with the label; a line of just these is followed by an empty one."""
+
 _ENDED = re.compile(
     r"srun: error: (\S+): tasks? ([\d,-]+): (?:Exited with exit code (\d+)|(.+?)(?: \(core dumped\))?)$"
 )
-_SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
+_SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
+_ABORTED = "srun: Job step aborted"
 
 
 def launch(args: argparse.Namespace, command: Sequence[str]) -> int:
@@ -42,16 +47,42 @@ def launch(args: argparse.Namespace, command: Sequence[str]) -> int:
     Raises:
         click.UsageError: There is no ``srun`` here.
     """
-    options, more = _options(args), shlex.split(args.slurm or "")
-    step = ["srun", f"--kill-on-bad-exit={0 if args.survivors else 1}"]
+    options, more = _options(args), _split(args.slurm or "")
+    step = ["srun", *_step(args.survivors), "--label", *options]
     if args.dry_run:
-        lines = [f"#SBATCH {option}" for option in [*options, shlex.join(more)] if option]
-        click.echo("\n".join(["#!/bin/bash", *lines, shlex.join([*step, *command])]))
+        job = ["--no-kill"] * args.survivors + [shlex.join(more)] * bool(more)
+        click.echo(_script(args, [*options, *job], [*step, *command]))
         return 0
     if shutil.which("srun") is None:
         raise click.UsageError("--on slurm needs srun; run this on a node of the cluster, or in a job")
-    status, failed = _run([*step, "--label", *options, *more, *command])
+    status, failed = _run([*step, *more, *command], _threads(args))
     return 0 if args.survivors and failed < int(args.nproc_per_node) else status
+
+
+def _split(options: str) -> list[str]:
+    try:
+        return shlex.split(options)
+    except ValueError as error:
+        raise click.UsageError(f"--slurm={options!r}: {error}") from None
+
+
+def _step(goes_on: bool) -> list[str]:
+    """Return the options that say what happens when a task fails or a node is lost."""
+    return ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if goes_on else ["--kill-on-bad-exit=1"]
+
+
+def _threads(args: argparse.Namespace) -> int:
+    """Return the number of threads of a rank."""
+    return int(args.cpus_per_rank or 1)
+
+
+def _script(args: argparse.Namespace, options: Sequence[str], command: Sequence[str]) -> str:
+    """Return the same as a script for ``sbatch``."""
+    lines = [f"#SBATCH {option}" for option in options]
+    lines += [f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{_threads(args)}}} PYTHONUNBUFFERED=1"]
+    if args.job_key is not None:
+        lines += [f'export {settings.JOB_KEY}="$(cat {shlex.quote(os.path.abspath(args.job_key))})"']
+    return "\n".join(["#!/bin/bash", *lines, shlex.join(command)])
 
 
 def _options(args: argparse.Namespace) -> list[str]:
@@ -68,20 +99,30 @@ def _options(args: argparse.Namespace) -> list[str]:
 
 
 class _Failure(NamedTuple):
-    """What a line of ``srun`` says about tasks that have failed."""
+    """What a line of ``srun`` says about tasks that have failed.
+
+    Attributes:
+        report: The text for the user.
+        status: The exit status; None if only ``srun`` knows it.
+        ranks: The number of tasks.
+    """
 
     report: str
-    status: int
-    ranks: int
+    status: int | None
+    ranks: float
 
 
-def _run(command: Sequence[str]) -> tuple[int, float]:
+_ALL = _Failure("", None, math.inf)
+"""The failure of a step that SLURM has ended."""
+
+
+def _run(command: Sequence[str], threads: int) -> tuple[int, float]:
     """Run ``srun``, show the lines of the tasks with their ranks, and report the first failure.
 
     Returns:
         The status, and the number of ranks that failed.
     """
-    process = _started(command)
+    process = _started(command, threads)
     ended: list[_Failure] = []
     errors = threading.Thread(target=_show, args=(process.stderr, sys.stderr, ended))
     with _signals_end(process) as got:
@@ -92,23 +133,22 @@ def _run(command: Sequence[str]) -> tuple[int, float]:
     if got:
         click.echo(f"easydist run: ended by {signal.Signals(got[0]).name}", err=True)
         return 128 + got[0], math.inf
-    if status and ended:
-        click.echo(f"\n{ended[0].report}", err=True)
-        return ended[0].status, sum(one.ranks for one in ended)
-    return status if status >= 0 else 128 - status, math.inf if status else 0
+    own = status if status >= 0 else 128 - status
+    if own and (first := next((one for one in ended if one.report), None)) is not None:
+        click.echo(f"\n{first.report}", err=True)
+        return first.status or own, sum(one.ranks for one in ended)
+    return own, math.inf if own else 0
 
 
-def _started(command: Sequence[str]) -> subprocess.Popen[str]:
+def _started(command: Sequence[str], threads: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
-        env={"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | os.environ,
+        env={"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)} | os.environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
         start_new_session=True,  # Ctrl-C reaches this process alone: srun would ask for a second one
-        preexec_fn=_end_with_parent,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
 
 
@@ -118,7 +158,7 @@ def _end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _signals_end(process: subprocess.Popen[str]) -> Iterator[list[int]]:
+def _signals_end(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     """Let Ctrl-C and SIGTERM end ``srun``, which ends the tasks; yield the signals that have come."""
     got: list[int] = []
 
@@ -135,14 +175,22 @@ def _signals_end(process: subprocess.Popen[str]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _show(lines: IO[str] | None, to: TextIO, ended: list[_Failure]) -> None:
+def _show(pipe: IO[bytes] | None, to: TextIO, ended: list[_Failure]) -> None:
     """Show the lines of the tasks with their ranks, and note which tasks have failed."""
-    for line in lines or ():
-        if failure := _failure(line):
-            ended.append(failure)
-        label = _LABEL.match(line)
-        to.write(line if label is None else f"[rank {label[1]}] {line[label.end() :]}")
+    begun: dict[bytes, bytes] = {}
+    for line in pipe or ():
+        if (label := _LABEL.match(line)) is None:
+            text = line.decode(errors="replace")
+            ended += filter(None, [_failure(text)])
+            to.write(text)
+        else:
+            rank, piece = label[1], line[label.end() :]
+            begun[rank] = begun.get(rank, b"") + (piece[:_LONGEST] if len(piece) > _LONGEST else piece)
+            if len(piece) <= _LONGEST:
+                to.write(f"[rank {rank.decode()}] {begun.pop(rank).decode(errors='replace')}")
         to.flush()
+    for rank, rest in begun.items():
+        to.write(f"[rank {rank.decode()}] {rest.decode(errors='replace')}\n")
 
 
 def _failure(line: str) -> _Failure | None:
@@ -153,13 +201,17 @@ def _failure(line: str) -> _Failure | None:
         _Failure(report='Rank 1 failed first, on n1: exit status 3.', status=3, ranks=1)
         >>> _failure("srun: error: n2: tasks 0,2-4: Killed")
         _Failure(report='Ranks 0,2-4 failed first, on n2: killed by SIGKILL.', status=137, ranks=4)
+        >>> _failure("srun: error: n2: task 0: Out Of Memory")
+        _Failure(report='Rank 0 failed first, on n2: Out Of Memory.', status=None, ranks=1)
     """
+    if line.startswith(_ABORTED):
+        return _ALL
     if not (found := _ENDED.match(line.rstrip())):
         return None
     node, tasks, code, name = found.groups()
-    number = _SIGNALS.get(name, signal.SIGTERM)
-    how = f"exit status {code}" if code else f"killed by {signal.Signals(number).name}"
+    number = _SIGNALS.get(name)
+    how = f"exit status {code}" if code else name if number is None else f"killed by {signal.Signals(number).name}"
     spans = [[int(end) for end in span.split("-")] for span in tasks.split(",")]
     count = sum(span[-1] - span[0] + 1 for span in spans)
     report = f"Rank{'' if count == 1 else 's'} {tasks} failed first, on {node}: {how}."
-    return _Failure(report, int(code) if code else 128 + number, count)
+    return _Failure(report, int(code) if code else None if number is None else 128 + number, count)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ class Rank:
     host: str = ""
 
     def at(self, host: str) -> Rank:
-        """Return the same rank, as another host sees it."""
+        """Return the same rank, labelled with its host."""
         return replace(self, host=host)
 
     @property
@@ -64,7 +64,7 @@ class Rank:
     def group(self) -> tuple[str, str, int]:
         """A key of the group, distinct from groups of the same name in other jobs."""
         told = self.entry
-        return told.meeting or str(self.parent), told.group, told.size
+        return told.meeting or f"{self.parent} {self.host}", told.group, told.size
 
 
 class Ranks:
@@ -78,6 +78,9 @@ class Ranks:
         >>> Ranks(0).look()  # no process
         []
     """
+
+    silent: Sequence[str] = ()
+    """Hosts that did not answer: this one always does."""
 
     def __init__(self, job: int | str | None = None) -> None:
         self._job = job
@@ -157,10 +160,12 @@ def jobs(groups: Iterable[list[Rank]]) -> list[list[list[Rank]]]:
     """Return the groups of each job: those that share processes with each other."""
     found: list[tuple[set[tuple[str, int]], list[list[Rank]]]] = []
     for ranks in groups:
-        pids = {rank.process for rank in ranks}
-        same = [job for job in found if job[0] & pids]
+        processes = {rank.process for rank in ranks}
+        same = [job for job in found if job[0] & processes]
         found = [job for job in found if job not in same]
-        found.append((pids.union(*(job[0] for job in same)), [*(group for job in same for group in job[1]), ranks]))
+        found.append(
+            (processes.union(*(job[0] for job in same)), [*(group for job in same for group in job[1]), ranks])
+        )
     return [job for _, job in found]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,7 +27,7 @@ Example:
   easydist top --once --stack   once, with the Python stacks of ranks that are late
   easydist top --on ray         the ranks on all nodes of a Ray cluster
 """
-_NOBODY = "None of your processes on this host is a rank that easydist knows. A rank appears with its first call."
+_NOBODY = "None of your processes here is a rank that easydist knows. A rank appears with its first call."
 _MEASURED = 0.2
 """Seconds for which ``--once`` measures the CPU."""
 
@@ -49,9 +50,11 @@ def top(job: str | None, once: bool, as_json: bool, stack: bool, on: str | None,
     You see their current calls, how long these take, and the ranks for which they wait. The table is made from the
     status that each process publishes in memory, so it also works on a job that hangs. A job that hangs comes first.
     PID is a rank's process or a launcher's; JOB is a part of the ranks' command line, such as a script's name. Only
-    your own processes are shown. With --on ray an actor on each node looks for them.
+    your own processes are shown. With --on ray an actor on each node looks for them, and there is no JOB.
     """
-    ranks = _on_ray(job) if on else Ranks(int(job) if job is not None and job.isdecimal() else job)
+    if on and job:
+        raise click.UsageError("--on ray shows all jobs: the processes of Ray do not tell which script they run")
+    ranks = _on_ray() if on else Ranks(int(job) if job is not None and job.isdecimal() else job)
     try:
         if once or as_json or not sys.stdout.isatty():
             _show_once(ranks, as_json, stack)
@@ -61,13 +64,11 @@ def top(job: str | None, once: bool, as_json: bool, stack: bool, on: str | None,
         ranks.close()
 
 
-def _on_ray(job: str | None) -> ClusterRanks:
+def _on_ray() -> ClusterRanks:
     from easydist.cli.nodes import ClusterRanks
 
-    if job is not None and job.isdecimal():
-        raise click.UsageError("--on ray takes a part of the command line, not a PID, which is that of one host")
     try:
-        return ClusterRanks(job)
+        return ClusterRanks()
     except (ConnectionError, ImportError) as error:
         raise click.ClickException(str(error)) from None
 
@@ -80,10 +81,10 @@ def _show_once(ranks: Ranks | ClusterRanks, as_json: bool, stack: bool) -> None:
     groups = ranks.look()
     stacks = _stacks(ranks, groups) if stack else {}
     if as_json:
-        found: dict[str, Any] = {"groups": json_of(groups)}
+        found: dict[str, Any] = {"groups": json_of(groups)} | ({"silent": ranks.silent} if ranks.silent else {})
         click.echo(json.dumps(found | {"stacks": stacks} if stack else found, indent=2))
     else:
-        Console(width=None if sys.stdout.isatty() else 160).print(screen(groups, stacks))
+        Console(width=None if sys.stdout.isatty() else 160).print(screen(groups, stacks, ranks.silent))
 
 
 def _show_live(ranks: Ranks | ClusterRanks, interval: float, stack: bool) -> None:
@@ -93,13 +94,14 @@ def _show_live(ranks: Ranks | ClusterRanks, interval: float, stack: bool) -> Non
         try:
             while True:
                 groups = ranks.look()
-                live.update(screen(groups, _stacks(ranks, groups) if stack else {}), refresh=True)
+                stacks = _stacks(ranks, groups) if stack else {}
+                live.update(screen(groups, stacks, ranks.silent), refresh=True)
                 time.sleep(interval)
         except KeyboardInterrupt:
             return
 
 
-def screen(groups: list[list[Rank]], stacks: dict[str, str]) -> RenderableType:
+def screen(groups: list[list[Rank]], stacks: dict[str, str], silent: Sequence[str] = ()) -> RenderableType:
     """Return the display: for each job its groups, and stacks below.
 
     The job whose ranks have waited longest for one that is late comes first. A group without a call in progress takes
@@ -108,15 +110,17 @@ def screen(groups: list[list[Rank]], stacks: dict[str, str]) -> RenderableType:
     Args:
         groups: The ranks of each group.
         stacks: The stacks by process.
+        silent: The hosts that did not answer, with the reasons.
     """
     from rich.console import Group
     from rich.text import Text
 
+    notes = [Text(one) for one in silent]
     if not groups:
-        return Text(_NOBODY)
+        return Group(Text(_NOBODY), *notes)
     found = sorted(jobs(groups), key=_hung_for, reverse=True)
     shown = [part for job in found for part in _job(job, is_alone=len(found) == 1)]
-    return Group(*shown, *(Text(f"pid {process}\n{text}") for process, text in stacks.items()))
+    return Group(*shown, *notes, *(Text(f"pid {process}\n{text}") for process, text in stacks.items()))
 
 
 def _hung_for(job: list[list[Rank]]) -> float:

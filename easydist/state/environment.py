@@ -80,8 +80,8 @@ _ACCELERATE_ALONE = (
 
 
 _EXPORTED = (
-    "RANK={} was exported before srun, which has given it to all {} tasks: easydist takes the ranks of srun, here {}. "
-    "Do not export RANK, LOCAL_RANK and WORLD_SIZE, or set them in each task: srun bash -c 'RANK=$SLURM_PROCID …'"
+    "RANK={} is not the number of this task of srun, {} of {}, which easydist takes. A RANK that is exported before "
+    "srun is the same in all tasks: do not export RANK, LOCAL_RANK and WORLD_SIZE; under srun nothing needs them"
 )
 _ARBITRARY = (
     "srun has placed the tasks in an order of your own (--distribution=arbitrary), so rank 0 need not be on the first "
@@ -123,22 +123,24 @@ def launched(env: Mapping[str, str] = os.environ, has_group: bool = False) -> Wo
     Raises:
         ValueError: A variable is not a number, the rank is outside the world, or nothing tells where rank 0 is.
     """
-    is_described = _has(env, "RANK", "WORLD_SIZE")
+    is_described, in_step = _has(env, "RANK", "WORLD_SIZE"), _has(env, "SLURM_STEP_ID", *_SLURM[:2])
+    address = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1")
+    port = _port(env, ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     if is_described and not _is_of_another_task(env):
-        return _world(env, "torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "127.0.0.1", 29500)
-    in_step = _has(env, "SLURM_STEP_ID", *_SLURM[:2])
+        is_step = in_step and env["WORLD_SIZE"] == env["SLURM_STEP_NUM_TASKS"]
+        place = (address, port) if is_step else ("127.0.0.1", 29500)
+        return _world(env, "torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), *place)
     for names in _MPI:
         if _has(env, *names[: 3 if in_step else 2]):  # srun also sets PMI_RANK, but no rank on the host
-            address = "127.0.0.1" if has_group else None  # the ranks of a group have met already
-            return _world(env, "mpi", names, address, _port(env, _MPI_JOB))
+            known = "127.0.0.1" if has_group else None  # the ranks of a group have met already
+            return _world(env, "mpi", names, known, _port(env, _MPI_JOB))
     if in_step:
         if is_described and not has_group:
-            about = env["RANK"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_PROCID"]
+            about = env["RANK"], env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"]
             warnings.warn(_EXPORTED.format(*about), RuntimeWarning, stacklevel=2)
-        address = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1")
         if not (has_group or env.get("MASTER_ADDR")) and _is_in_own_order(env):
             raise ValueError(_ARBITRARY)
-        return _world(env, "slurm", _SLURM, address, _port(env, ("SLURM_JOB_ID", "SLURM_STEP_ID")))
+        return _world(env, "slurm", _SLURM, address, port)
     # accelerate launch sets these variables only if it was asked for more than one process.
     for_several = _has(env, "ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT")
     if for_several and not has_group:

@@ -146,7 +146,7 @@ def opened(
 
 def _offer(buffers: dict[int, torch.Tensor], rank: int, room: int) -> dict[str, Any]:
     """Allocate this source's buffer, and return the name of its GPU and the handle; {} if it cannot be shared."""
-    with contextlib.suppress(Exception):  # whatever it is, the CPU does without
+    with contextlib.suppress(Exception):  # on any failure the weights travel through the CPU
         if settings.read("EASYDIST_CUDA_IPC"):
             buffers[rank] = torch.empty(2 * room, dtype=torch.uint8, device="cuda")
             _, handle, nbytes, start, *counter, event, waits = cuda_handle(buffers[rank].untyped_storage())
@@ -160,8 +160,8 @@ def _map(buffers: dict[int, torch.Tensor], offers: Mapping[int, Mapping[str, Any
     """Map the buffers of the sources; return False if that cannot be done."""
     if not settings.read("EASYDIST_CUDA_IPC") or not torch.cuda.is_available():
         return False
-    names = [_name(index) for index in range(torch.cuda.device_count())]
     with contextlib.suppress(Exception):
+        names = [_name(index) for index in range(torch.cuda.device_count())]
         for root, offer in offers.items():
             handle, event = (bytes.fromhex(offer[name]) for name in ("handle", "event"))
             about = (handle, offer["nbytes"], offer["start"], *_NO_COUNTER, event, offer["waits"])

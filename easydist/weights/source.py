@@ -20,6 +20,9 @@ from easydist.verbs.sharded import is_sharded
 from easydist.weights.blocks import Block, shard, whole
 from easydist.weights.schedule import BlockPart, Packet
 
+PINS = frozenset(["cuda", "xpu"])
+"""The types of devices to and from which copies are faster in pinned memory. torch's for MPS is not on the CPU."""
+
 LONGEST = 1 << 22
 """The longest header, in bytes, whose decoded form and further results are kept."""
 
@@ -164,9 +167,9 @@ def layout_key(values: Sequence[Any]) -> Hashable | None:
 def packed(pieces: Sequence[torch.Tensor], there: torch.device) -> torch.Tensor:
     """Return the bytes of tensors, packed on a device; as a view if nothing has to be packed or moved.
 
-    From an accelerator to the CPU they travel in one copy, to pinned memory, which is four times as fast.
+    From a GPU to the CPU they travel in one copy, to pinned memory, which is four times as fast.
     """
-    if there.type != "cpu" or pieces[0].is_cpu:
+    if there.type != "cpu" or pieces[0].device.type not in PINS:
         return packing.pack(pieces, there)
     whole = packing.pack(pieces, pieces[0].device)
     return torch.empty_like(whole, device="cpu", pin_memory=True).copy_(whole)

@@ -13,7 +13,7 @@ from easydist.data import packing
 from easydist.typing import Device
 from easydist.weights.blocks import Block, common, whole
 from easydist.weights.schedule import BlockPart, Packet
-from easydist.weights.source import box_of, local
+from easydist.weights.source import PINS, box_of, local
 
 _CPU = torch.device("cpu")
 
@@ -98,11 +98,11 @@ class Destinations:
         return new((packet.nbytes,), torch.uint8, there, pin=self._accelerator(packet) is not None)
 
     def _accelerator(self, packet: Packet) -> torch.device | None:
-        """Return the accelerator on which all of a packet belongs; None if there is none."""
+        """Return the GPU on which all of a packet belongs; None if there is none."""
         if not torch.accelerator.is_available():
             return None
         first, *more = {span.tensor.device for part in packet.parts for span in self.spans[part.entry]} or {_CPU}
-        return None if more or first.type == "cpu" else first
+        return first if not more and first.type in PINS else None
 
     def take(self, packet: Packet, buffer: torch.Tensor) -> None:
         """Write a packet that did not arrive where it belongs."""

@@ -55,7 +55,6 @@ def test_the_ranks_of_a_cluster_are_in_one_table(cluster, tmp_path):
         assert str(mine[0]["ranks"][0]["pid"]) in table
         open(release, "w").close()
         waits.join()
-    assert "0 groups" in top(cluster, "--json", "no such command").replace('"groups": []', "0 groups")
 
 
 def test_ranks_of_several_hosts_are_one_group(capsys):
@@ -70,7 +69,14 @@ def test_ranks_of_several_hosts_are_one_group(capsys):
     assert "pid 101 on 10.0.0.2\nstack of it" in said
 
 
-def test_a_pid_is_that_of_one_host():
-    done = CliRunner().invoke(main, ["top", "--on", "ray", "4711"])
+def test_hosts_that_do_not_answer_are_named(capsys):
+    from rich.console import Console
+
+    Console(width=160).print(screen([], {}, ["10.0.0.3 did not answer within 5 s"]))
+    assert "10.0.0.3 did not answer within 5 s" in capsys.readouterr().out
+
+
+def test_a_job_cannot_be_chosen():
+    done = CliRunner().invoke(main, ["top", "--on", "ray", "train.py"])
     assert done.exit_code == 2
-    assert "--on ray takes a part of the command line, not a PID" in done.output
+    assert "--on ray shows all jobs" in done.output

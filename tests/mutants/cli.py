@@ -19,8 +19,8 @@ MUTANTS = [
     ),
     Mutant(
         "cli/nodes.py",
-        "_Observer.look",
-        "rank.at(self._address)",
+        "ClusterRanks.look",
+        "rank.at(host)",
         "rank",
         "tests/cli/test_top_on_ray.py -k one_table",
     ),
