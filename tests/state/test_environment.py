@@ -129,6 +129,13 @@ def test_slurm_inside_a_step():
     assert launched({**SLURM, "SLURM_JOB_ID": "43"}).port != world.port
 
 
+def test_tasks_of_slurm_with_and_without_a_rank_of_their_own_meet():
+    """Each task may set RANK, or only some: a RANK that is exported to all is right for one of them."""
+    own = launched({**SLURM, "RANK": "5", "WORLD_SIZE": "8"})
+    assert (own.rank, own.address, own.port) == (5, "gpu003", launched(SLURM).port)
+    assert launched({**SLURM, "RANK": "1", "WORLD_SIZE": "2"}).address == "127.0.0.1"  # a world inside of a task
+
+
 def test_slurm_with_an_order_of_ones_own_needs_master_addr():
     """Rank 0 may be on any host then."""
     env = {**SLURM, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_STEP_NUM_NODES": "2"}
