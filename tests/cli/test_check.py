@@ -68,15 +68,6 @@ def test_under_mpirun_rank_0_prints():
     assert not any(line.startswith("FAULT") for line in lines)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("srun"), reason="there is no srun")
-def test_under_srun_rank_0_prints():
-    process = start({}, "srun", "-n", "2")
-    ((out, err),) = launching.finished(process)
-    assert process.returncode == 0, out + err
-    assert out.count("meeting: 2 ranks met") == 1
-
-
 def start(env, *prefix, options=(), interpreter=sys.executable):
     own = {"PYTHONPATH": str(launching.ROOT), "OMP_NUM_THREADS": "1"}
     command = [*prefix, interpreter, "-m", "easydist", "check", *options]

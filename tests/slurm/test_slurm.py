@@ -69,6 +69,13 @@ def test_srun(slurm, script):
     assert lines(slurm.run("srun", *NODES, *script(WORLD))) == OF_TWO_AND_TWO
 
 
+def test_check_under_srun(slurm):
+    """Rank 0 prints."""
+    done = slurm.run("srun", *NODES, sys.executable, "-m", "easydist", "check")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("meeting: 4 ranks met") == 1
+
+
 def test_hosts_with_different_numbers_of_tasks(slurm, script):
     got = lines(slurm.run("srun", "-N2", "-n3", "--distribution=cyclic", *script(WORLD)))
     assert [line.split()[1:5] for line in got] == [["0", "0", "2", "2"], ["0", "1", "2", "1"], ["1", "0", "2", "2"]]
@@ -175,11 +182,11 @@ def test_a_job_that_is_requeued_meets_again(slurm, script, tmp_path):
         assert time.monotonic() < until, (tmp_path / "out").read_text()
         time.sleep(0.1)
     assert slurm.run("scontrol", "requeue", job).returncode == 0
-    while slurm.run("squeue", "-h", "-j", job, "-o", "%t").stdout.strip() not in ("", "CD"):
+    until = time.monotonic() + within(60)
+    while (out := (tmp_path / "out").read_text()).count("[0, 1, 2, 3]") < 8:
         slurm.run("scontrol", "update", f"jobid={job}", "starttime=now")  # it would wait for two minutes
-        assert time.monotonic() < until + within(60), slurm.run("scontrol", "show", "job", job).stdout
+        assert time.monotonic() < until, out + slurm.run("scontrol", "show", "job", job).stdout
         time.sleep(0.2)
-    assert (tmp_path / "out").read_text().count("[0, 1, 2, 3]") == 8
 
 
 def easydist_run(slurm, *options, folder, status=0, **variables):
