@@ -57,6 +57,8 @@ class ClusterRanks:
 
     def _answers(self, asked: list[tuple[str, Any]], seconds: float) -> list[Any]:
         """Return the answer of each node; None if it gives none in time, with a note of the reason."""
+        if not asked:
+            return []
         ready, _ = self._ray.wait([one for _, one in asked], num_returns=len(asked), timeout=seconds)
         return [self._answer(at, one, one in ready, seconds) for at, one in asked]
 
