@@ -99,7 +99,7 @@ def _options(args: argparse.Namespace) -> list[str]:
 
 
 class _Failure(NamedTuple):
-    """What a line of ``srun`` says about tasks that have failed.
+    """Tasks that have failed, as a line of ``srun`` reports them.
 
     Attributes:
         report: The text for the user.
@@ -194,7 +194,7 @@ def _show(pipe: IO[bytes] | None, to: TextIO, ended: list[_Failure]) -> None:
 
 
 def _failure(line: str) -> _Failure | None:
-    """Return what a line of ``srun`` says about tasks that have failed; None if it says nothing about them.
+    """Return the failure that a line of ``srun`` reports; None if it reports none.
 
     Example:
         >>> _failure("srun: error: n1: task 1: Exited with exit code 3")

@@ -88,11 +88,8 @@ class SharedBuffers:
                 torch.accelerator.current_stream(self._device).synchronize()
 
     def close(self) -> None:
-        """Unmap the buffers, and wait until all ranks have done so: then their memory may be used again."""
-        if self._begun:
-            self.deliver()
-        theirs = [root for root in self._buffers if root != self._comms.rank]
-        for root in theirs:
+        """Unmap the buffers, from which all has been delivered; once all ranks have, their memory may be used again."""
+        for root in self._buffers.keys() - {self._comms.rank}:
             del self._buffers[root]
         self._comms.control.barrier(async_op=False)
 
