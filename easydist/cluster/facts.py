@@ -32,3 +32,12 @@ def versions() -> dict[str, str]:
     except metadata.PackageNotFoundError:
         torch = "none"
     return {"Python": ".".join(platform.python_version_tuple()[:2]), "torch": torch}
+
+
+def interface(address: str) -> str | None:
+    """Return the network interface with this address: gloo would look up the host's name, which may be another one."""
+    import psutil
+
+    alike = "127.0.0.1" if address.startswith("127.") else address
+    names = [name for name, found in psutil.net_if_addrs().items() if alike in [one.address for one in found]]
+    return names[0] if names else None

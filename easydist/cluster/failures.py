@@ -115,13 +115,29 @@ def _how(node: str, status: int | None, error: Exception) -> str:
     """Return how a process ended, as far as Ray knows."""
     import ray
 
-    if not any(one["Alive"] and one["NodeID"] == node for one in ray.nodes()):
-        return ": its node has died"
-    if isinstance(error, ray.exceptions.ActorUnavailableError):
-        return ": its node does not answer"
+    if (gone := _end_of_node(node, error)) is not None:
+        return f": {gone}"
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         return " was killed by Ray, because its node ran out of memory"
     return " was killed, or crashed" if status is None else f" ended ({texts.status_text(status)})"
+
+
+def _end_of_node(node: str, error: Exception) -> str | None:
+    import ray
+
+    if not any(one["Alive"] and one["NodeID"] == node for one in ray.nodes()):
+        return "its node has died"
+    return "its node does not answer" if isinstance(error, ray.exceptions.ActorUnavailableError) else None
+
+
+def end_of(process: Facts, error: Exception) -> str:
+    """Return how what an actor has kept ended with it.
+
+    Args:
+        process: The actor's process.
+        error: Ray's error.
+    """
+    return _end_of_node(process.node, error) or "the actor that started it was killed, or crashed"
 
 
 def unequal_versions(processes: Iterable[Facts]) -> RuntimeError | None:

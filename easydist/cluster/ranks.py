@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from easydist import settings
 from easydist.agreement.calling import seconds
 from easydist.cluster import failures
-from easydist.cluster.connection import connect, disconnect, environment
-from easydist.cluster.facts import Facts
-from easydist.cluster.placement import STRATEGIES, Placement
+from easydist.cluster.actors import Actors
 from easydist.cluster.signals import interrupt
 from easydist.cluster.worker import RankActor
 from easydist.cluster.world import Outcome, tell_of_loss, variables
 from easydist.errors import PeerLostError
 from easydist.typing import Timeout
-
-_LOOKS_EVERY = 1.0
-"""Seconds after which ranks that have returned look whether others wait for them."""
 
 _STOPS_WITHIN = 4.0
 """Seconds within which ranks must stop after Ctrl-C."""
@@ -76,21 +70,14 @@ class Ranks:
         ship: bool | None = None,
         timeout: Timeout = 300.0,
     ) -> None:
-        asked = {"CPU": 1} if resources is None else resources
-        _demand_possible(size, asked, strategy, size if nodes is None else nodes)
         self.size, self._limit, self._epoch, self._needs_meeting = size, seconds(timeout, "Ranks"), 0, True
-        self._actors = dict[int, Any]()
-        self._facts = dict[int, Facts]()
         self._variables = dict[int, dict[str, str]]()
         self._lost = dict[int, PeerLostError]()
         self._busy = dict[Any, int]()
-        self._placement: Placement | None = None
-        self._has_connected = connect(address, size * asked.get("CPU", 0))
+        place = resources, strategy, nodes, runtime_env, address, ship
+        self._actors = Actors(RankActor, size, *place, self._limit)
         try:
-            deadline = time.monotonic() + self._limit
-            self._environment = environment(runtime_env, ship)
-            self._placement = Placement(size, asked, strategy, self._limit, nodes)
-            self._start(range(size), deadline)
+            self._start(range(size), self._actors.deadline)
         except BaseException:
             self.close()
             raise
@@ -107,43 +94,18 @@ class Ranks:
         """Start the actors of ranks, and let all ranks enter a new world."""
         self._needs_meeting = True
         try:
-            self._facts |= self._started(ranks, deadline)
+            self._actors.start(ranks, deadline)
         except BaseException as error:
-            for rank in {*ranks} & self._actors.keys():
-                self._end(self._actors[rank])
+            for rank in ranks:
                 self._lost[rank] = PeerLostError(f"run: rank {rank} was not started: {error}")
             raise
         self._meet(deadline)
-
-    def _started(self, ranks: Sequence[int], deadline: float) -> dict[int, Facts]:
-        """Start the actors of ranks, and return their processes."""
-        found: dict[int, Facts] = {}
-        asked = {self._begin(rank): rank for rank in ranks}
-        for rank, answer in self._answers(asked, self._give_up, deadline):
-            if not isinstance(answer, Exception):
-                found[rank] = answer
-            elif failures.is_of_node(answer):  # which Ray did not know to be dead when it placed the actor
-                asked[self._begin(rank)] = rank
-            else:
-                raise PeerLostError(f"Ranks: rank {rank} did not start: {answer}")
-        if (error := failures.unequal_versions(found.values())) is not None:
-            raise error
-        return found
-
-    def _begin(self, rank: int) -> Any:
-        """Start the actor of a rank, and return the reference of its process."""
-        import ray
-
-        assert self._placement is not None
-        options = {"runtime_env": self._environment, "max_restarts": 0, **self._placement.options(rank)}
-        self._actors[rank] = ray.remote(RankActor).options(**options).remote(rank)
-        return self._actors[rank].facts.remote()
 
     def _meet(self, deadline: float) -> None:
         """Let all ranks enter a new world, whose store rank 0 serves."""
         port = self._asked({0: self._actors[0].serve.remote()}, deadline)[0]
         self._epoch += 1
-        self._variables = variables([self._facts[rank] for rank in range(self.size)], port, self._epoch)
+        self._variables = variables([self._actors.facts[rank] for rank in range(self.size)], port, self._epoch)
         # Not in the runtime environment, which Ray writes to its logs.
         key = os.environ.get(settings.JOB_KEY)
         own = {} if key is None else {settings.JOB_KEY: key}
@@ -162,48 +124,20 @@ class Ranks:
         import ray
 
         found: dict[int, Any] = {}
-        for rank, answer in self._answers({ref: rank for rank, ref in asked.items()}, self._give_up, deadline):
+        actors = self._actors
+        for rank, answer in actors.answers({ref: rank for rank, ref in asked.items()}, actors.give_up, deadline):
             if isinstance(answer, ray.exceptions.RayTaskError):
-                text = f"Ranks: rank {rank} at {self._facts[rank].address} could not enter the world: {answer.cause}"
+                text = f"Ranks: rank {rank} at {actors.facts[rank].address} could not enter the world: {answer.cause}"
                 raise RuntimeError(f"{text}\nOpen the ports between the nodes (docs/clusters.md).") from answer
             if isinstance(answer, Exception):
                 raise self._lose(rank, answer)
             found[rank] = answer
         return found
 
-    def _answers(
-        self, asked: dict[Any, int], late: Callable[[], object], deadline: float = 0.0
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield ranks with their answers, or with Ray's errors, as they come; remove them from those that are asked.
-
-        Args:
-            asked: The ranks, by the references of the answers.
-            late: Called if no answer has come before the deadline, and then every second.
-            deadline: The time, on the clock of ``time.monotonic``.
-        """
-        import ray
-
-        while asked:
-            done, _ = ray.wait(list(asked), timeout=max(_LOOKS_EVERY, deadline - time.monotonic()))
-            if not done:
-                late()
-                continue
-            rank, answer = asked.pop(done[0]), None
-            try:
-                answer = ray.get(done[0])
-            except ray.exceptions.RayError as error:
-                answer = error
-            yield rank, answer
-
-    def _give_up(self) -> None:
-        """Raise the error for ranks that are not started in time."""
-        assert self._placement is not None
-        raise self._placement.too_little(self._limit)
-
     def _lose(self, rank: int, error: Exception) -> PeerLostError:
         """Record the loss of a rank, and tell the others."""
         self._needs_meeting = True
-        loss = self._lost[rank] = failures.lost(rank, self._facts[rank], error)
+        loss = self._lost[rank] = failures.lost(rank, self._actors.facts[rank], error)
         if rank in self._variables:
             tell_of_loss(self._variables[rank], loss)
         return loss
@@ -245,7 +179,7 @@ class Ranks:
         self._busy = {actor.call.remote(sent): rank for rank, actor in self._actors.items()}
         answers: dict[int, Outcome | PeerLostError] = {}
         try:
-            for rank, answer in self._answers(self._busy, lambda: self._look(answers)):
+            for rank, answer in self._actors.answers(self._busy, lambda: self._look(answers)):
                 answers[rank] = self._outcome(rank, answer)
         except BaseException:
             self._interrupt()
@@ -275,7 +209,7 @@ class Ranks:
         if lost:
             raise failures.all_lost(lost, failed)
         if failed:
-            raise failures.raised(failed, [self._facts[rank] for rank in range(self.size)])
+            raise failures.raised(failed, [self._actors.facts[rank] for rank in range(self.size)])
         return [cloudpickle.loads(outcomes[rank].value) for rank in range(self.size)]
 
     def _demand_ready(self) -> None:
@@ -285,7 +219,7 @@ class Ranks:
             PeerLostError: Some are lost.
             RuntimeError: Some are busy, or these ranks are closed.
         """
-        if self._placement is None:
+        if not self._actors.is_open:
             raise RuntimeError("these ranks are closed; make others: easydist.ray.Ranks(...)")
         if self._lost:
             raise failures.all_lost(self._lost, {})
@@ -304,7 +238,7 @@ class Ranks:
     def _interrupt(self) -> None:
         """Interrupt the function on the ranks that run it."""
         self._needs_meeting = True
-        interrupt([self._facts[rank] for rank in self._busy.values()])
+        interrupt([self._actors.facts[rank] for rank in self._busy.values()])
         self._still_busy(_STOPS_WITHIN)
 
     def restart(self, ranks: Collection[int] | None = None) -> None:
@@ -324,7 +258,7 @@ class Ranks:
         again = sorted(range(self.size) if ranks is None else {*ranks})
         if unknown := [rank for rank in again if not 0 <= rank < self.size]:
             raise ValueError(f"restart: there is no {failures.named(unknown)}: there are {self.size} ranks")
-        if self._placement is None:
+        if not self._actors.is_open:
             self._demand_ready()
         if away := sorted({*self._lost, *self._still_busy()} - {*again}):
             advice = f"ranks.restart({sorted({*again, *away})})"
@@ -332,44 +266,14 @@ class Ranks:
                 f"restart: {failures.named(away)} could not join the others, being lost or busy: {advice}"
             )
         for rank in again:
-            self._end(self._actors[rank])
+            self._actors.end(rank)
             self._lost.pop(rank, None)
-            self._facts.pop(rank, None)
         self._busy.clear()
         self._start(again, time.monotonic() + self._limit)
 
-    def _end(self, actor: Any) -> None:
-        import ray
-
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(actor)
-
     def close(self) -> None:
         """End the ranks, give their resources back, and leave the cluster; one that was started for them ends."""
-        import ray
-
-        actors, self._actors = self._actors, {}
-        placement, self._placement = self._placement, None
-        has_connected, self._has_connected = self._has_connected, False
-        if not ray.is_initialized():
-            return
-        for actor in actors.values():
-            self._end(actor)
-        if placement is not None:
-            placement.remove()
-        if has_connected:
-            disconnect()
-
-
-def _demand_possible(size: int, resources: Mapping[str, float], strategy: str, nodes: int) -> None:
-    if size < 1:
-        raise ValueError(f"Ranks: size={size} is less than 1")
-    if strategy not in STRATEGIES:
-        raise ValueError(f"Ranks: strategy={strategy!r} is none of {', '.join(STRATEGIES)}")
-    if nodes < 1 or size % nodes:
-        raise ValueError(f"Ranks: {size} ranks cannot be {size / max(nodes, 1):g} on each of nodes={nodes}")
-    if not resources or min(resources.values()) < 0 or not any(resources.values()):
-        raise ValueError(f"Ranks: resources={dict(resources)} name no amount of anything; one CPU is {{'CPU': 1}}")
+        self._actors.close()
 
 
 def _packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -13,18 +13,21 @@ _SECONDS = 1800.0
 """The limit of torch's own waits in the store; torch's default."""
 
 
-class RankActor:
-    """The actor of a rank.
+class Actor:
+    """The actor of a rank, which tells its process, and serves the store of a world.
 
     Args:
         rank: The rank.
+
+    Attributes:
+        CONCURRENCY: The calls that it serves at a time; with one, they run in its main thread.
     """
+
+    CONCURRENCY = 1
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._stores: list[Any] = []
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray starts its processes with it blocked
 
     def __repr__(self) -> str:
         return f"rank {self._rank}"  # Ray begins each line of its output with it
@@ -48,6 +51,19 @@ class RankActor:
         self._stores = [*self._stores[-1:], store]  # the ranks are still in the world of the last one
         port: int = store.port
         return port
+
+
+class RankActor(Actor):
+    """The actor in which a rank runs.
+
+    Args:
+        rank: The rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray starts its processes with it blocked
 
     def enter(self, variables: dict[str, str]) -> None:
         """Enter the world that these variables describe, and leave the one before; they may hold the job's key."""

@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore
 
 from easydist.base import torch_groups
 from easydist.base.wording import trace
-from easydist.cluster.facts import Facts
+from easydist.cluster.facts import Facts, interface
 from easydist.errors import PeerLostError, RemoteError
 from easydist.groups.communicators import Communicators
 from easydist.liveness.monitor import Monitor
@@ -95,7 +95,7 @@ def enter(variables: dict[str, str], address: str) -> None:
     """
     _leave()
     os.environ.update(variables)
-    if (name := _interface(address)) is not None:
+    if (name := interface(address)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     store_of_group(launched(), _CONNECTS, nothing)  # now, so that its end is noticed in the first call, too
 
@@ -105,15 +105,6 @@ def _leave() -> None:
         dist.destroy_process_group()
     torch_groups.set_count(0)  # it numbers new groups, and begins with 0 in a rank that is new
     ProcessState._reset_state()
-
-
-def _interface(address: str) -> str | None:
-    """Return the network interface with this address: gloo would look up the host's name, which may be another one."""
-    import psutil
-
-    alike = "127.0.0.1" if address.startswith("127.") else address
-    names = [name for name, found in psutil.net_if_addrs().items() if alike in [one.address for one in found]]
-    return names[0] if names else None
 
 
 def outcome(message: bytes) -> Outcome:

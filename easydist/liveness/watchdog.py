@@ -21,11 +21,14 @@ import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 _TICK = 0.25
 _GRACE = 0.05
 """Seconds in which a wait may end by itself after Ctrl-C."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Watched(Protocol):
@@ -150,11 +153,21 @@ class Watchdog:
         numbers = b""
         with contextlib.suppress(OSError):
             numbers = self._signals.recv(4096)
-        if signal.SIGINT not in numbers or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        if signal.SIGINT not in numbers or not _is_interrupting(signal.getsignal(signal.SIGINT)):
             return False
         for monitor in self.monitors():
             monitor.was_interrupted = True
         return True
+
+
+def interrupting(handler: F) -> F:
+    """Mark a handler of SIGINT that raises KeyboardInterrupt, as Python's own does: it ends waits in C++, too."""
+    vars(handler)["interrupts_waits"] = True
+    return handler
+
+
+def _is_interrupting(handler: object) -> bool:
+    return handler is signal.default_int_handler or getattr(handler, "interrupts_waits", False)
 
 
 class signals_wake_watchdog:  # noqa: N801 - a context manager, read as a phrase

@@ -19,6 +19,7 @@ from ipykernel.kernelapp import IPKernelApp
 from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core.error import StdinNotImplementedError
 
+from easydist.liveness.watchdog import interrupting
 from easydist.notebook.process import ACT, META, VALUE
 
 _CANNOT_ASK = (
@@ -90,6 +91,7 @@ class _Kernel(IPythonKernel):
         """Let Ctrl-C end an awaiting cell at once, in its call or its await, instead of at the loop's next event."""
         loop = future.get_loop()
 
+        @interrupting
         def cancel(*_: object) -> None:
             if asyncio.current_task(loop) is future:
                 self.on_interrupt()
@@ -122,7 +124,7 @@ class _Kernel(IPythonKernel):
         parent, topic = self.get_parent("shell"), self._topic("easydist_value")
         self.session.send(self.iopub_socket, VALUE, {}, parent, topic, [buffer])
 
-    def on_interrupt(self, *_: object) -> None:
+    def on_interrupt(self) -> None:
         """Handle SIGINT."""
         if self.is_interruptible:
             raise KeyboardInterrupt
@@ -150,7 +152,7 @@ class _Application(IPKernelApp):
         super().init_iopub(context)
 
     def init_signal(self) -> None:
-        signal.signal(signal.SIGINT, lambda *args: self.kernel.on_interrupt(*args) if self.kernel else None)
+        signal.signal(signal.SIGINT, interrupting(lambda *_: self.kernel.on_interrupt() if self.kernel else None))
 
     def log_connection_info(self) -> None:
         """Log nothing, since nobody reads it."""

@@ -14,14 +14,12 @@ import zmq
 
 from easydist.notebook.failures import CellError, CellInterrupted, RankLostError, fitting, named
 from easydist.notebook.output import Output
-from easydist.notebook.process import VALUE, RankProcess
+from easydist.notebook.process import VALUE
+from easydist.notebook.rank import Rank
 from easydist.notebook.status import Pages, Wait, where
 
 _TICK = 50
 """Milliseconds between two checks of the processes."""
-
-_LOOK = 0.1
-"""Seconds between two checks of the pages. A rank is released if it waits in vain at both."""
 
 _AGAIN = 1.0
 """Seconds after which a rank that continues after an interrupt is interrupted again."""
@@ -60,17 +58,16 @@ class Cell:
         number: The number of the cell, as the notebook counts.
     """
 
-    def __init__(
-        self, ranks: Sequence[RankProcess], everyone: Sequence[RankProcess], output: Output, number: int
-    ) -> None:
+    def __init__(self, ranks: Sequence[Rank], everyone: Sequence[Rank], output: Output, number: int) -> None:
         self._ranks = {rank.rank: rank for rank in ranks}
         self._everyone, self._output, self._number = list(everyone), output, number
         self.outcomes = {rank: Outcome() for rank in self._ranks}
-        self._pages = Pages({rank.rank: rank.pid for rank in everyone})
+        self._pages = Pages(everyone)
         self._failed: list[int] = []
         self._in_vain: dict[int, tuple[str, float]] = {}
         self._interrupted_at: dict[int, float] = {}
-        self._look_at = 0.0
+        # A rank is released if it waits in vain at two looks.
+        self._look_at, self._look_every = 0.0, max(rank.settles for rank in everyone)
         self._interrupted_by_user = threading.Event()
         self._stop_at = self._stop_latest = float("inf")
 
@@ -89,8 +86,8 @@ class Cell:
         """
         poller = zmq.Poller()
         for rank in self._ranks.values():
-            poller.register(rank.iopub, zmq.POLLIN)
-            poller.register(rank.shell, zmq.POLLIN)
+            for connection in rank.connections:
+                poller.register(connection, zmq.POLLIN)
         with _on_ctrl_c(self.interrupt):
             while self.running and time.monotonic() < self._stop_at:
                 poller.poll(_TICK)
@@ -112,7 +109,7 @@ class Cell:
         now = time.monotonic()
         self._output.flush(now)
         if self._stop_at == float("inf") and len(self.running) < len(self._everyone) and now >= self._look_at:
-            self._look_at = now + _LOOK
+            self._look_at = now + self._look_every
             self._release(now)
 
     def _heed_user(self) -> None:
@@ -150,7 +147,7 @@ class Cell:
 
     def _look_whether_alive(self, rank: int) -> None:
         process = self._ranks[rank]
-        if process.status() is not None and not process.has_messages:  # all output that it has written before is read
+        if process.has_ended and not process.has_messages:  # all output that it has written before is read
             self.outcomes[rank].status = "lost"
             self._failed.append(rank)
 
@@ -222,7 +219,7 @@ class Cell:
 
     def _lost(self, lost: Sequence[int]) -> RankLostError:
         ended = [self._ranks[rank] for rank in lost]
-        texts = [f"{named([one.rank])} is lost: process {one.pid} {one.end()}" for one in ended]
+        texts = [f"{named([one.rank])} is lost: process {one.pid} ended ({one.end()})" for one in ended]
         released = self._released()
         if heard := [rank for rank in self._failed if self._has_heard(rank)]:
             texts.append(f"{named(heard)} waited for {fitting(lost, 'it', 'them')}, and raised PeerLostError")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from easydist.base.wording import needs
@@ -18,7 +15,7 @@ from easydist.notebook.output import Notebook, Output, Sink
 
 if TYPE_CHECKING:
     from easydist.notebook.cell import Cell, Outcome
-    from easydist.notebook.process import RankProcess
+    from easydist.notebook.rank import Place, Rank
     from easydist.notebook.status import Status
 
 STARTS_WITHIN = 120.0
@@ -30,12 +27,9 @@ _ASK_EVERY = 0.1
 _GIVES_UP_WITHIN = 2.0
 """Seconds within which ranks leave a failed meeting."""
 
-_LONGEST_FOLDER = 70
-"""The longest path of the folder in bytes. The paths of the sockets in it can have 107."""
-
 
 class Cluster:
-    """Ranks on this machine, each a fresh process with a default process group. ``start`` creates it.
+    """Ranks, each a fresh process with a default process group. ``start`` creates it.
 
     State stays in the ranks between calls. Cells can use the names ``rank``, ``world_size``, ``torch`` and
     ``easydist``.
@@ -43,6 +37,7 @@ class Cluster:
     Args:
         size: The number of ranks.
         sink: The target of their output; None: the notebook, or the program's own output.
+        place: Where they run; None: on this machine. It is closed with the cluster.
 
     Attributes:
         size: The number of ranks.
@@ -52,17 +47,17 @@ class Cluster:
         RuntimeError: A rank did not start; the text contains its output.
     """
 
-    def __init__(self, size: int, sink: Sink | None = None) -> None:
-        zmq = _demand_extra()
-        from easydist.notebook.process import Home, free_port
+    def __init__(self, size: int, sink: Sink | None = None, place: Place | None = None) -> None:
+        demand_extra()
+        from easydist.notebook.machine import Machine
 
         self.size = size
         self._sink = sink or Notebook()
         self._epoch, self._needs_meeting, self._last_cell, self._outputs = 0, False, 0, 0
         self._owner, self._lock = os.getpid(), threading.RLock()
-        read_end, self._write_end = os.pipe()
-        self._home = Home(size, _private_folder(), read_end, free_port(), zmq.Context())
-        self._ranks: list[RankProcess] = []
+        self._place: Place = place or Machine(size)
+        self._is_stopped = False
+        self._ranks: list[Rank] = []
         self._cell: Cell | None = None
         atexit.register(self.stop)
         try:
@@ -78,15 +73,13 @@ class Cluster:
 
     def _begin(self, ranks: Iterable[int]) -> None:
         """Start processes, and let all ranks meet."""
-        from easydist.notebook.process import RankProcess
-
         self._epoch += 1
         self._needs_meeting = True
-        known = list(self._ranks)
+        known, starting = list(self._ranks), list(ranks)
+        meetings = self._place.meeting(starting, self._epoch)
         for rank in known:
-            rank.send("", {"action": "join", "epoch": self._epoch})
-        for number in ranks:
-            rank = RankProcess(number, self._epoch, self._home)
+            rank.send("", {"action": "join", "meeting": meetings[rank.rank]})
+        for rank in self._place.begin({number: meetings[number] for number in starting}):
             self._ranks.append(rank)
             rank.send("", {})
         self._ranks.sort(key=lambda rank: rank.rank)
@@ -97,12 +90,12 @@ class Cluster:
             raise
         self._needs_meeting = False
 
-    def _give_up_meeting(self, ranks: Sequence[RankProcess]) -> None:
+    def _give_up_meeting(self, ranks: Sequence[Rank]) -> None:
         """Stop these ranks from waiting for the others."""
         deadline = time.monotonic() + _GIVES_UP_WITHIN
         for rank in ranks:
             rank.interrupt()
-        while time.monotonic() < deadline and any(rank.still_runs() and rank.status() is None for rank in ranks):
+        while time.monotonic() < deadline and any(rank.still_runs() and not rank.has_ended for rank in ranks):
             time.sleep(0.005)
 
     def _await_all(self) -> None:
@@ -114,8 +107,10 @@ class Cluster:
             for rank in waiting:
                 for message in rank.messages():
                     _demand_success(rank, message)
-                if rank.status() is not None:
-                    raise RuntimeError(f"{named([rank.rank])} did not start: its process {rank.end()}{_log(rank)}")
+                if rank.has_ended:
+                    raise RuntimeError(
+                        f"{named([rank.rank])} did not start: its process ended ({rank.end()}){_log(rank)}"
+                    )
                 if now > deadline:
                     raise RuntimeError(f"{named([rank.rank])} did not start within {STARTS_WITHIN:.0f} s{_log(rank)}")
             if now >= ask_at:
@@ -158,7 +153,7 @@ class Cluster:
             for rank in chosen:
                 rank.send(source, meta, buffers)
             self._outputs += 1
-            file = self._home.folder / f"output-{self._outputs}.txt"
+            file = self._place.folder / f"output-{self._outputs}.txt"
             output = Output([rank.rank for rank in chosen], self._sink, file)
             cell = self._cell = Cell(chosen, self._ranks, output, self._last_cell)
             try:
@@ -169,7 +164,7 @@ class Cluster:
             finally:
                 self._cell = None
 
-    def _chosen(self, ranks: Collection[int] | None) -> list[RankProcess]:
+    def _chosen(self, ranks: Collection[int] | None) -> list[Rank]:
         """Return the requested ranks, after making sure that all of them are alive and idle.
 
         Raises:
@@ -178,7 +173,7 @@ class Cluster:
         """
         self._demand(ranks or ())
         chosen = [rank for rank in self._ranks if ranks is None or rank.rank in ranks]
-        if lost := [rank.rank for rank in chosen if rank.status() is not None]:
+        if lost := [rank.rank for rank in chosen if rank.has_ended]:
             text = (
                 f"{named(lost)} {fitting(lost, 'is', 'are')} lost: cluster.restart(ranks={lost}) replaces "
                 f"{fitting(lost, 'it', 'them')}"
@@ -205,7 +200,7 @@ class Cluster:
 
     def _meet_again(self) -> None:
         """After a failure, let all ranks renew their groups together. This must wait until lost ranks are replaced."""
-        if self._needs_meeting and all(rank.status() is None and not rank.unanswered for rank in self._ranks):
+        if self._needs_meeting and not any(rank.has_ended or rank.unanswered for rank in self._ranks):
             self._begin([])
 
     def run(self, fn: Callable[..., Any], *args: Any, ranks: Collection[int] | None = None, **kwargs: Any) -> list[Any]:
@@ -290,16 +285,13 @@ class Cluster:
 
     def status(self) -> Status:
         """Return each rank's process, state, operation, call site, awaited ranks and memory, without asking it."""
-        from easydist.liveness.texts import status_text
         from easydist.notebook.status import look
 
-        ended = {rank.rank: status_text(rank.status()) for rank in self._ranks if rank.status() is not None}
         for rank in self._ranks:
             if self._lock.acquire(blocking=False):
                 rank.still_runs()
                 self._lock.release()
-        busy = [rank.rank for rank in self._ranks if rank.unanswered and rank.rank not in ended]
-        return look([rank.pid for rank in self._ranks], busy, ended, self._last_cell)
+        return look(self._ranks, {rank.rank for rank in self._ranks if rank.unanswered}, self._last_cell)
 
     # Interrupting, restarting and stopping.
 
@@ -341,7 +333,7 @@ class Cluster:
             RuntimeError: Others are lost or busy.
         """
         others = [rank for rank in self._ranks if rank.rank not in ranks]
-        if away := [rank.rank for rank in others if rank.status() is not None or rank.still_runs()]:
+        if away := [rank.rank for rank in others if rank.has_ended or rank.still_runs()]:
             advice = f"cluster.restart(ranks={sorted({*ranks, *away})})"
             text = f"{named(away)} {fitting(away, 'is', 'are')} lost or busy, and could not join the others: {advice}"
             raise RuntimeError(text)
@@ -356,12 +348,9 @@ class Cluster:
             rank.kill()
         for rank in ranks:
             rank.close()
-        if self._write_end >= 0:
-            os.close(self._write_end)
-            os.close(self._home.lifeline)
-            self._write_end = -1
-            self._home.context.term()
-        shutil.rmtree(self._home.folder, ignore_errors=True)
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._place.close()
 
     def __enter__(self) -> Cluster:
         return self
@@ -376,22 +365,19 @@ class Cluster:
         return f"<Cluster of {self.size} ranks>" if self.is_running else "<Cluster, stopped>"
 
 
-def _demand_extra() -> Any:
+def demand_extra() -> None:
+    """Make sure that the packages of the extra ``notebook`` are here.
+
+    Raises:
+        ImportError: One is missing.
+    """
     try:
         import cloudpickle  # noqa: F401
         import ipykernel  # noqa: F401
         import jupyter_client  # noqa: F401
-        import zmq
+        import zmq  # noqa: F401
     except ImportError as error:
         raise ImportError(needs("easydist.notebook", str(error.name), "notebook")) from error
-    return zmq
-
-
-def _private_folder() -> Path:
-    """Create a folder that only this user can open, with a path short enough for sockets."""
-    place = tempfile.gettempdir()
-    is_short = len(os.fsencode(place)) < _LONGEST_FOLDER
-    return Path(tempfile.mkdtemp(prefix="easydist-", dir=place if is_short else "/tmp"))
 
 
 def _cell_number() -> int | None:
@@ -406,7 +392,7 @@ def _cell_number() -> int | None:
     return len(shell.user_ns.get("In", ())) - 1 if shell is not None else None
 
 
-def _demand_success(rank: RankProcess, message: dict[str, Any]) -> None:
+def _demand_success(rank: Rank, message: dict[str, Any]) -> None:
     """Check a message from a rank that starts, or meets the others.
 
     Raises:
@@ -417,6 +403,6 @@ def _demand_success(rank: RankProcess, message: dict[str, Any]) -> None:
         raise RuntimeError(f"{named([rank.rank])} could not join the others:\n{text}")
 
 
-def _log(rank: RankProcess) -> str:
+def _log(rank: Rank) -> str:
     log = rank.log()
     return f"; its output:\n{log}" if log else ""

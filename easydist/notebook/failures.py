@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable, Sequence, Sized
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from easydist.base.wording import numbers
 from easydist.errors import PeerLostError, RemoteError
 
 if TYPE_CHECKING:
-    from easydist.notebook.process import RankProcess
+    from easydist.notebook.rank import Rank
 
 
 class _Short:
@@ -52,11 +51,11 @@ class RankLostError(_Short, PeerLostError):
     """The process of a rank has ended. The attributes are those of the first one."""
 
     @classmethod
-    def of(cls, text: str, process: RankProcess) -> RankLostError:
+    def of(cls, text: str, process: Rank) -> RankLostError:
         """Return the error for the loss of a rank."""
         error = cls(text)
         error.rank, error.pid, error.exit_status = process.rank, process.pid, process.status()
-        error.host = socket.gethostname()
+        error.host = process.host
         return error
 
 

@@ -55,7 +55,7 @@ def main() -> None:
     from easydist.notebook.own_rank import OwnRank  # loads torch, while the notebook connects
 
     own_rank = OwnRank(settings["rank"], settings["size"], settings["folder"], app.shell.user_ns)
-    own_rank.join(settings["epoch"])
+    own_rank.join(**settings["meeting"])
     app.shell.user_ns_hidden.update(app.shell.user_ns)
     app.kernel.own_rank = own_rank
     gc.freeze()

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from easydist.notebook.cluster import Cluster
+from easydist.notebook.cluster import Cluster, demand_extra
+
+if TYPE_CHECKING:
+    from easydist.notebook.rank import Place
 
 _current: list[Cluster] = []
 
 
-def start(n: int | None = None) -> Cluster:
-    """Start ranks on this machine, and the magics ``%%ranks``, ``%push`` and ``%pull``.
+def start(n: int | None = None, *, on: Literal["ray"] | None = None, **options: Any) -> Cluster:
+    """Start ranks on this machine or on a Ray cluster, and the magics ``%%ranks``, ``%push`` and ``%pull``.
 
     A process has one cluster, so the previous one is stopped.
 
     Args:
         n: The number of ranks; None: the number of GPUs, else 2.
+        on: ``"ray"``: the ranks are on the nodes of a Ray cluster; None: on this machine.
+        **options: Keyword arguments of ``easydist.ray.Ranks``, such as ``resources={"GPU": 1}``, for ranks on Ray.
 
     Raises:
-        ImportError: Packages of the extra ``notebook`` are missing.
-        ValueError: ``n`` is less than 1.
+        ImportError: Packages of the extra ``notebook`` are missing, or Ray is.
+        ValueError: ``n`` is less than 1, or there is no such place.
+        CollectiveTimeout: The Ray cluster has not enough resources.
         RuntimeError: A rank did not start; the text contains its output.
 
     Example:
@@ -33,15 +39,26 @@ def start(n: int | None = None) -> Cluster:
     size = _default_size() if n is None else n
     if size < 1:
         raise ValueError(f"a cluster needs at least one rank, got n={n}")
+    if on not in (None, "ray"):
+        raise ValueError(f'start: on={on!r} is no place for ranks: on="ray", or None for this machine')
+    if options and on is None:
+        raise TypeError(f'start: {", ".join(options)} need on="ray"')
     if (before := _running()) is not None:
         print(f"the {before.size} ranks that ran before are stopped")
         before.stop()
-    _current[:] = [cluster := Cluster(size)]
+    _current[:] = [cluster := Cluster(size, place=_place(size, options) if on else None)]
     with contextlib.suppress(ImportError):  # a plain program can work without IPython
         from easydist.notebook.magics import register
 
         register(_running)
     return cluster
+
+
+def _place(size: int, options: dict[str, Any]) -> Place:
+    demand_extra()
+    from easydist.notebook.on_ray import OnRay
+
+    return OnRay(size, **options)
 
 
 def _running() -> Cluster | None:

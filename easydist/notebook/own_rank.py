@@ -7,13 +7,13 @@ import json
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from easydist.base import torch_groups
 from easydist.errors import UnsafeObjectError
@@ -23,6 +23,7 @@ from easydist.groups.rendezvous import Rendezvous
 from easydist.liveness.stored import decoded
 from easydist.notebook.values import is_plain, pack, unpack
 from easydist.process_group import NAME, SharedMemoryGroup
+from easydist.state import ProcessState
 from easydist.torch_backend.rendezvous import rendezvous_in
 
 _SECONDS = 60.0
@@ -46,7 +47,13 @@ class OwnRank:
         self._rank, self._size, self._folder, self.namespace = rank, size, folder, namespace
         namespace |= {"rank": rank, "world_size": size, "torch": torch, "easydist": sys.modules["easydist"]}
 
-    def join(self, epoch: int) -> None:
+    def join(
+        self,
+        epoch: int,
+        address: tuple[str, int] | None = None,
+        variables: Mapping[str, str] | None = None,
+        owns_gpus: bool = False,
+    ) -> None:
         """Create the default process group, or make the existing groups usable again. All ranks call it together.
 
         A failed cell may have left ranks in different calls. The groups remain the same objects, so that their users,
@@ -54,9 +61,17 @@ class OwnRank:
 
         Args:
             epoch: The number of this meeting.
+            address: Host and port of the store in which they meet; None: they are on one machine.
+            variables: The launcher's variables for this rank from now on.
+            owns_gpus: True if the GPUs that this process sees are not for other ranks.
         """
-        store = FileStore(os.path.join(self._folder, f"store-{epoch}"), self._size)
-        is_renewed = isinstance(dist.group.WORLD, SharedMemoryGroup)
+        store: Store = FileStore(os.path.join(self._folder, f"store-{epoch}"), self._size)
+        if address is not None:
+            store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=_SECONDS))
+        if variables:
+            os.environ.update(variables)
+            ProcessState._reset_state()
+        is_renewed = isinstance(dist.group.WORLD, SharedMemoryGroup) and self._is_on_one_host()
         own: dict[str, Any] = {group.group_name: group for group in torch_groups.known()} if is_renewed else {}
         told = self._exchange({name: dist.get_process_group_ranks(group) for name, group in own.items()}, store)
         if is_renewed:
@@ -64,7 +79,7 @@ class OwnRank:
         else:
             if dist.is_initialized():  # gloo and nccl end with their group
                 dist.destroy_process_group()
-            self._create(store)
+            self._create(store, _take_gpu(owns_gpus))
         self._agree_on_new_groups(store, epoch)
 
     def _agree_on_new_groups(self, store: Store, epoch: int) -> None:
@@ -72,14 +87,17 @@ class OwnRank:
         torch_groups.set_count(1 + 1000 * epoch)
         torch_groups.set_default_store(PrefixStore(_NEW_GROUPS, store))
 
-    def _create(self, store: Store) -> None:
-        if torch.cuda.is_available() and torch.cuda.device_count() >= self._size:
-            torch.cuda.set_device(self._rank)
-            own, place = PrefixStore(_TORCH, store), dict[str, Any](rank=self._rank, world_size=self._size)
-            connect(lambda: dist.init_process_group("cpu:gloo,cuda:nccl", store=own, **place), _SECONDS)
-            return
-        with rendezvous_in(PrefixStore(_DEFAULT, store)):
-            dist.init_process_group(NAME, store=PrefixStore(_TORCH, store), rank=self._rank, world_size=self._size)
+    def _is_on_one_host(self) -> bool:
+        return os.environ["LOCAL_WORLD_SIZE"] == str(self._size)
+
+    def _create(self, store: Store, has_gpu: bool) -> None:
+        own, place = PrefixStore(_TORCH, store), dict[str, Any](rank=self._rank, world_size=self._size)
+        if self._is_on_one_host() and not has_gpu:
+            with rendezvous_in(PrefixStore(_DEFAULT, store)):
+                dist.init_process_group(NAME, store=own, **place)
+        else:
+            backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+            connect(lambda: dist.init_process_group(backend, store=own, **place), _SECONDS)
 
     def _exchange(self, ranks: dict[str, list[int]], store: Store) -> list[dict[str, list[int]]]:
         """Return the ranks of all groups by name, as each rank knows them."""
@@ -137,7 +155,7 @@ class OwnRank:
         publish(pack(None if is_program else value, f"the result of {getattr(fn, '__name__', fn)}"))
 
     def _join(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> None:
-        self.join(meta["epoch"])
+        self.join(**meta["meeting"])
 
 
 _DEFAULT, _TORCH, _NEW_GROUPS = "group/default", "torch", "new"
@@ -147,6 +165,15 @@ _NOT_PLAIN = (
     "{name} is a {kind}, which only pickle can send: pull its plain data, such as a state_dict, or call "
     "cluster.pull({name!r}, weights_only=False) if you trust the ranks"
 )
+
+
+def _take_gpu(owns_all: bool) -> bool:
+    """Choose the GPU of this rank; return False if the ranks of this host have fewer than one each."""
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if seen < (1 if owns_all else int(os.environ["LOCAL_WORLD_SIZE"])):
+        return False
+    torch.cuda.set_device(0 if owns_all else int(os.environ["LOCAL_RANK"]))
+    return True
 
 
 @contextlib.contextmanager

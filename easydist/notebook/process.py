@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ import zmq
 from jupyter_client.connect import write_connection_file
 from jupyter_client.session import Session
 
+from easydist.liveness.page import PageEntry, PeerPage
 from easydist.liveness.texts import status_text
+from easydist.notebook.rank import Rank, Usage
 
 META = "easydist"
 """The key of a request's metadata: ``number`` is the cell's; ``action`` and its arguments replace the source."""
@@ -71,24 +73,18 @@ class Home:
     context: zmq.Context[Any]
 
 
-class RankProcess:
-    """A rank of a cluster.
+class RankProcess(Rank):
+    """A rank whose process is on this machine.
 
     Args:
         rank: Its number.
-        epoch: The first meeting of the ranks that it joins.
+        meeting: The first meeting of the ranks that it joins: arguments of ``OwnRank.join``.
         home: The cluster's resources.
-
-    Attributes:
-        rank: Its number.
-        pid: The pid of its process.
-        request: The last request.
-        unanswered: The kinds of messages that still have to come before the request has ended.
+        variables: Variables in place of those of ranks on one machine.
     """
 
-    def __init__(self, rank: int, epoch: int, home: Home) -> None:
-        self.rank, self.request, self.unanswered = rank, "", set[str]()
-        place = home.folder / f"{rank}-{epoch}"
+    def __init__(self, rank: int, meeting: dict[str, Any], home: Home, variables: Mapping[str, str]) -> None:
+        place = home.folder / f"{rank}-{meeting['epoch']}"
         self._log = place.with_suffix(".log")
         self._session = Session(key=secrets.token_hex(32).encode())
         file, _ = write_connection_file(
@@ -96,10 +92,11 @@ class RankProcess:
         )
         places: list[Any] = sys.path
         path = [place for place in places if isinstance(place, str)]  # Python itself ignores all others
-        settings = {"rank": rank, "size": home.size, "epoch": epoch, "folder": str(home.folder), "path": path}
+        settings = {"rank": rank, "size": home.size, "meeting": meeting, "folder": str(home.folder), "path": path}
         settings |= {"connection_file": file, "lifeline": home.lifeline, "parent": os.getpid()}
-        self._process = self._start(settings, home.lifeline, _environment(rank, home))
-        self.pid = self._process.pid
+        self._process = self._start(settings, home.lifeline, {**_environment(rank, home), **variables})
+        super().__init__(rank, self._process.pid, socket.gethostname())
+        self._page: PeerPage | None = None
         self.shell, self.iopub = home.context.socket(zmq.DEALER), home.context.socket(zmq.SUB)
         self.iopub.rcvhwm = 0  # nothing is dropped
         self.iopub.subscribe(b"")
@@ -120,47 +117,20 @@ class RankProcess:
                 start_new_session=True,  # no Ctrl-C from the notebook; kill() ends its children, too
             )
 
-    def send(self, source: str, meta: dict[str, Any], buffers: Sequence[Any] = ()) -> None:
-        """Let the rank execute source.
-
-        Args:
-            source: The source; empty for an action, or to see whether the rank answers.
-            meta: Further information for its kernel.
-            buffers: Bytes for it.
-        """
+    def post(self, request: str, source: str, meta: dict[str, Any], buffers: Sequence[Any]) -> None:
         code, silent = ACT if "action" in meta else source, not source
         content = {"code": code, "silent": silent, "store_history": False, "allow_stdin": False, "stop_on_error": False}
-        message = self._session.msg("execute_request", content, metadata={META: meta})
-        self.request, self.unanswered = message["header"]["msg_id"], {"execute_reply", "status"}
+        header = self._session.msg_header("execute_request") | {"msg_id": request}
+        message = self._session.msg("execute_request", content, header=header, metadata={META: meta})
         self._session.send(self.shell, message, buffers=list(buffers))
 
-    def still_runs(self) -> bool:
-        """True if the last request has not ended. Messages that have arrived from it since are dropped."""
-        for _ in self.messages(drops=True) if self.unanswered else ():
-            pass
-        return bool(self.unanswered)
-
-    def messages(self, drops: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield messages that have arrived from the rank, for a short time: it may write faster than they are read.
-
-        Args:
-            drops: True to drop large pieces of text, so that the messages behind them come soon.
-        """
+    def arrived(self, drops: bool) -> Iterator[dict[str, Any]]:
         self._shorten_log()
-        for connection in (self.iopub, self.shell):
+        for connection in self.connections:
             deadline = time.monotonic() + _DRAIN
             while time.monotonic() <= deadline and (frames := _received(connection)):
                 if not (drops and frames[0].startswith(b"stream.") and sum(map(len, frames)) > _LARGE):
-                    message = self._session.deserialize(self._session.feed_identities(frames)[1])
-                    self._note_end(message)
-                    yield message
-
-    def _note_end(self, message: dict[str, Any]) -> None:
-        """Note the two messages with which a rank ends a request. They come on two connections, in any order."""
-        is_status = message["msg_type"] == "status"
-        is_end = not is_status or message["content"]["execution_state"] == "idle"
-        if is_end and message["parent_header"].get("msg_id") == self.request:
-            self.unanswered.discard(message["msg_type"])
+                    yield self._session.deserialize(self._session.feed_identities(frames)[1])
 
     def _shorten_log(self) -> None:
         """Empty the log if it is large: programs that the rank runs may write to it, too."""
@@ -169,34 +139,45 @@ class RankProcess:
                 os.truncate(self._log, 0)
 
     @property
+    def connections(self) -> Sequence[zmq.Socket[Any]]:
+        return self.iopub, self.shell
+
+    @property
     def has_messages(self) -> bool:
-        """True if there are messages that have not been read."""
-        return any(connection.get(zmq.EVENTS) & zmq.POLLIN for connection in (self.iopub, self.shell))
+        return any(connection.get(zmq.EVENTS) & zmq.POLLIN for connection in self.connections)
+
+    def entries(self) -> list[PageEntry]:
+        self._page = self._page or PeerPage.find(self.pid)
+        return [] if self._page is None else self._page.entries()
+
+    def usage(self) -> Usage:
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self.pid)
+            return Usage(process.memory_info().rss, process.status() == psutil.STATUS_STOPPED)
+        return Usage()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status() is not None
 
     def status(self) -> int | None:
-        """Return the exit status of its process; None while it runs."""
         return self._process.poll()
 
     def end(self) -> str:
-        """Describe the end of its process."""
-        return f"ended ({status_text(self.status())})"
+        return status_text(self.status())
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the running cell, and interrupt the programs that it runs, as Jupyter does.
-
-        Outside of cells this does nothing to the rank itself.
-        """
-        if self.status() is None:
+        if not self.has_ended:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGINT)
 
     def kill(self) -> None:
-        """End the process and everything that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the process, and wait for its end."""
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE)
@@ -204,7 +185,6 @@ class RankProcess:
         self.iopub.close()
 
     def log(self) -> str:
-        """Return the end of the text that the process wrote before it could write to the notebook."""
         with contextlib.suppress(OSError):
             return self._log.read_text(errors="replace")[-4000:].strip()
         return ""

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from easydist.base import html
 from easydist.cli.ranks import awaited_by, placed
-from easydist.liveness.page import PageEntry, PeerPage
+from easydist.liveness.page import PageEntry
+from easydist.notebook.rank import Rank
 
 _COUNTS_ALL = "easydist_shm"
 """A group of this name also counts messages of two ranks, so numbers do not show which rank is behind."""
 
-_COLUMNS = ("rank", "pid", "state", "operation", "at", "waits for", "for", "memory")
-_TEXTS = ("state", "operation", "at", "waits for")
+_COLUMNS = ("rank", "node", "GPU", "pid", "state", "operation", "at", "waits for", "for", "memory")
+_TEXTS = ("node", "state", "operation", "at", "waits for")
 
 
 class Wait(NamedTuple):
@@ -67,19 +67,15 @@ class Pages:
     """The pages of a cluster's processes.
 
     Args:
-        pids: The process of each rank.
+        ranks: The ranks.
     """
 
-    def __init__(self, pids: Mapping[int, int]) -> None:
-        self._pids = pids
-        self._pages: dict[int, PeerPage] = {}
+    def __init__(self, ranks: Iterable[Rank]) -> None:
+        self._ranks = {rank.rank: rank for rank in ranks}
 
     def entries(self) -> dict[int, list[PageEntry]]:
         """Return the groups of each rank."""
-        for rank, pid in self._pids.items():
-            if rank not in self._pages and (page := PeerPage.find(pid)) is not None:
-                self._pages[rank] = page
-        return {rank: page.entries() for rank, page in self._pages.items()}
+        return {number: rank.entries() for number, rank in self._ranks.items()}
 
     def waits(self, running: Collection[int]) -> dict[int, Wait]:
         """Return the waits of the ranks that are in a call.
@@ -95,7 +91,7 @@ class Pages:
         for (_, _, size), members in groups.items():
             numbers = {number: rank for number, (rank, _) in members.items()}
             seen = {number: told for number, (_, told) in members.items()}
-            group = _SeenGroup(size, numbers, seen, set(self._pids) - set(numbers.values()))
+            group = _SeenGroup(size, numbers, seen, set(self._ranks) - set(numbers.values()))
             for number, rank in numbers.items():
                 if seen[number].is_in_call and rank in running:
                     waits[rank] = self._wait(seen[number], group, running)
@@ -116,7 +112,7 @@ class Pages:
     def _awaited(self, told: PageEntry, group: _SeenGroup) -> set[int]:
         """Return the ranks for which a rank waits. A group as large as the cluster is in the cluster's order."""
         numbers = awaited_by(told, group.told)
-        if group.size == len(self._pids):
+        if group.size == len(self._ranks):
             return {group.numbers.get(number, number) for number in numbers}
         return {group.numbers[number] for number in numbers if number in group.numbers}
 
@@ -157,6 +153,8 @@ class RankStatus:
         waits_for: The ranks for which it waits there.
         seconds: The duration of the call so far.
         memory: Resident bytes.
+        node: The address of its node in a cluster of machines.
+        gpus: The GPUs that it was given there.
     """
 
     rank: int
@@ -167,12 +165,15 @@ class RankStatus:
     waits_for: tuple[int, ...] = ()
     seconds: float = 0.0
     memory: int = 0
+    node: str = ""
+    gpus: str = ""
 
     def cells(self) -> list[str]:
         """Return the row of the table."""
         lasts = f"{self.seconds:.1f} s" if self.operation else ""
         waits, memory = ", ".join(map(str, self.waits_for)), f"{self.memory / 2**20:.0f} MiB" if self.memory else ""
-        return [str(self.rank), str(self.pid), self.state, self.operation, self.site, waits, lasts, memory]
+        place = [str(self.rank), self.node, self.gpus, str(self.pid)]
+        return [*place, self.state, self.operation, self.site, waits, lasts, memory]
 
 
 class Status(list[RankStatus]):
@@ -188,50 +189,41 @@ class Status(list[RankStatus]):
     """
 
     def __repr__(self) -> str:
-        rows = [list(_COLUMNS), *(rank.cells() for rank in self)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        columns = [[title, *cells] for title, cells in self._columns() if title not in ("node", "GPU") or any(cells)]
+        widths = [max(map(len, column)) for column in columns]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True))
+
+    def _columns(self) -> list[tuple[str, list[str]]]:
+        rows = [rank.cells() for rank in self]
+        return [(title, [row[number] for row in rows]) for number, title in enumerate(_COLUMNS)]
 
     def _repr_html_(self) -> str:
         marked = [row for row, rank in enumerate(self) if rank.state not in ("idle", "runs a cell", "waits")]
-        columns = zip(*(rank.cells() for rank in self), strict=True)
-        shown = [(title, cells) for title, cells in zip(_COLUMNS, columns, strict=True) if any(cells)]
+        shown = [(title, cells) for title, cells in self._columns() if any(cells)]
         return html.table(
             [title for title, _ in shown], zip(*(cells for _, cells in shown), strict=True), _TEXTS, marked
         )
 
 
-def look(pids: Sequence[int], running: Sequence[int], ended: dict[int, str], number: int) -> Status:
+def look(ranks: Sequence[Rank], running: Collection[int], number: int) -> Status:
     """Return the state of the ranks, without asking them.
 
     Args:
-        pids: The process of each rank.
-        running: The ranks that run a cell.
-        ended: The description of each ended process.
+        ranks: The ranks.
+        running: Those that run a cell.
         number: The number of the last cell.
     """
-    waits = Pages({rank: pid for rank, pid in enumerate(pids) if rank not in ended}).waits(running)
-    now, rows = time.monotonic(), Status()
-    for rank, pid in enumerate(pids):
-        if rank in ended:
-            rows.append(RankStatus(rank, pid, ended[rank]))
-            continue
-        memory, is_stopped = _process(pid)
-        wait = waits.get(rank)
-        state = "stopped (SIGSTOP)" if is_stopped else "waits" if wait else "runs a cell" if rank in running else "idle"
-        if wait is None:
-            rows.append(RankStatus(rank, pid, state, memory=memory))
-        else:
-            site = where(wait.site, number)
-            rows.append(RankStatus(rank, pid, state, wait.operation, site, wait.ranks, now - wait.since, memory))
-    return rows
+    waits = Pages([rank for rank in ranks if not rank.has_ended]).waits(running)
+    return Status(_state(rank, waits.get(rank.rank), rank.rank in running, number) for rank in ranks)
 
 
-def _process(pid: int) -> tuple[int, bool]:
-    """Return the resident bytes, and True if the process is stopped."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        return process.memory_info().rss, process.status() == psutil.STATUS_STOPPED
-    return 0, False
+def _state(rank: Rank, wait: Wait | None, runs: bool, number: int) -> RankStatus:
+    if rank.has_ended:
+        return RankStatus(rank.rank, rank.pid, rank.end(), node=rank.node, gpus=rank.gpus)
+    memory, is_stopped = rank.usage()
+    state = "stopped (SIGSTOP)" if is_stopped else "waits" if wait else "runs a cell" if runs else "idle"
+    known = RankStatus(rank.rank, rank.pid, state, memory=memory, node=rank.node, gpus=rank.gpus)
+    if wait is None:
+        return known
+    lasts = time.monotonic() - wait.since
+    return replace(known, operation=wait.operation, site=where(wait.site, number), waits_for=wait.ranks, seconds=lasts)

@@ -187,7 +187,7 @@ def test_ranks_do_not_wait_for_one_that_has_returned(ranks, first_call):
     with pytest.raises(RemoteError, match=text):
         ranks.run(returns, first_call)
     assert ranks.run(gathered) == [[0, 1, 2]] * 3
-    ray.get([actor.part_if_awaited.remote() for actor in ranks._actors.values()])  # nobody waits
+    ray.get([actor.part_if_awaited.remote() for _, actor in ranks._actors.items()])  # nobody waits
     assert ranks.run(gathered) == [[0, 1, 2]] * 3
 
 

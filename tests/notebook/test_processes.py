@@ -14,7 +14,7 @@ from launching import finished, python, start, within
 
 pytestmark = pytest.mark.slow
 
-FOLDER = "cluster._home.folder"
+FOLDER = "cluster._place.folder"
 
 
 @pytest.fixture(scope="module")

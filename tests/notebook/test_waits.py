@@ -1,6 +1,7 @@
 """Waits of ranks, and which of them are in vain, as read from the pages that they would publish."""
 
 import functools
+from typing import NamedTuple
 
 import pytest
 
@@ -10,11 +11,17 @@ from easydist.notebook.launcher import start
 from easydist.notebook.status import Pages, where
 
 
+class Rank(NamedTuple):
+    """A rank of which only the number is known."""
+
+    rank: int
+
+
 class Told(Pages):
     """Pages with these entries, by rank."""
 
     def __init__(self, told, size):
-        super().__init__(dict.fromkeys(range(size), 0))
+        super().__init__(Rank(rank) for rank in range(size))
         self.told = told
 
     def entries(self):

@@ -1,0 +1,190 @@
+"""The actors of ranks on a Ray cluster: their resources, their start, their answers and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from easydist.cluster import failures
+from easydist.cluster.connection import connect, disconnect, environment
+from easydist.cluster.facts import Facts
+from easydist.cluster.placement import STRATEGIES, Placement
+from easydist.errors import PeerLostError
+
+_LOOKS_EVERY = 1.0
+"""Seconds after which somebody may look what keeps the answers."""
+
+
+class Actors:
+    """One actor for each rank, in a placement group. ``start`` creates them.
+
+    Args:
+        kind: Their class, a ``worker.Actor``; it is created with its rank.
+        size: The number of ranks.
+        resources: The resources of each; None is one CPU.
+        strategy: The placement group's.
+        nodes: The number of nodes, with equally many ranks on each; None leaves it to ``strategy``.
+        runtime_env: Ray's runtime environment; local folders are uploaded.
+        address: The cluster, as in ``ray.init``.
+        ship: True to send the driver's easydist along; None to do so unless all nodes are this machine.
+        limit: Seconds to wait for resources, and for a start.
+
+    Attributes:
+        facts: The processes of those that have started, by rank.
+        deadline: The time until which the first start may take, on the clock of ``time.monotonic``.
+
+    Raises:
+        ValueError: ``size``, ``resources``, ``strategy`` or ``nodes`` cannot be met by any cluster.
+        CollectiveTimeout: The resources were not free in time. Nothing is left behind.
+        ImportError: Ray is not installed.
+    """
+
+    def __init__(
+        self,
+        kind: type[Any],
+        size: int,
+        resources: Mapping[str, float] | None,
+        strategy: str,
+        nodes: int | None,
+        runtime_env: dict[str, Any] | None,
+        address: str | None,
+        ship: bool | None,
+        limit: float,
+    ) -> None:
+        asked = {"CPU": 1} if resources is None else resources
+        _demand_possible(size, asked, strategy, size if nodes is None else nodes)
+        self._kind, self._limit = kind, limit
+        self._by_rank = dict[int, Any]()
+        self.facts = dict[int, Facts]()
+        self._placement: Placement | None = None
+        self._has_connected = connect(address, size * asked.get("CPU", 0))
+        try:
+            self.deadline = time.monotonic() + limit
+            self._environment = environment(runtime_env, ship)
+            self._placement = Placement(size, asked, strategy, limit, nodes)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        """True until they are closed."""
+        return self._placement is not None
+
+    def __getitem__(self, rank: int) -> Any:
+        return self._by_rank[rank]
+
+    def items(self) -> Collection[tuple[int, Any]]:
+        """Return ranks with their actors."""
+        return self._by_rank.items()
+
+    def start(self, ranks: Collection[int], deadline: float) -> None:
+        """Start the actors of ranks, in place of those that they have; without all of them there is none.
+
+        Args:
+            ranks: The ranks.
+            deadline: The time until which it may take, on the clock of ``time.monotonic``.
+
+        Raises:
+            PeerLostError: One has ended.
+            RuntimeError: A node has other versions of Python or torch.
+            CollectiveTimeout: One has not been started in time.
+        """
+        for rank in ranks:
+            self.end(rank)
+        try:
+            self.facts |= self._started(ranks, deadline)
+        except BaseException:
+            for rank in ranks:
+                self.end(rank)
+            raise
+
+    def _started(self, ranks: Collection[int], deadline: float) -> dict[int, Facts]:
+        found: dict[int, Facts] = {}
+        asked = {self._begin(rank): rank for rank in ranks}
+        for rank, answer in self.answers(asked, self.give_up, deadline):
+            if not isinstance(answer, Exception):
+                found[rank] = answer
+            elif failures.is_of_node(answer):  # which Ray did not know to be dead when it placed the actor
+                asked[self._begin(rank)] = rank
+            else:
+                raise PeerLostError(f"Ranks: rank {rank} did not start: {answer}")
+        if (error := failures.unequal_versions(found.values())) is not None:
+            raise error
+        return found
+
+    def _begin(self, rank: int) -> Any:
+        """Start the actor of a rank, and return the reference of its process."""
+        import ray
+
+        assert self._placement is not None
+        options = {"runtime_env": self._environment, "max_restarts": 0, **self._placement.options(rank)}
+        options["max_concurrency"] = self._kind.CONCURRENCY
+        self._by_rank[rank] = ray.remote(self._kind).options(**options).remote(rank)
+        return self._by_rank[rank].facts.remote()
+
+    def answers(
+        self, asked: dict[Any, int], late: Callable[[], object], deadline: float = 0.0
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield ranks with their answers, or with Ray's errors, as they come; remove them from those that are asked.
+
+        Args:
+            asked: The ranks, by the references of the answers.
+            late: Called if no answer has come before the deadline, and then every second.
+            deadline: The time, on the clock of ``time.monotonic``.
+        """
+        import ray
+
+        while asked:
+            done, _ = ray.wait(list(asked), timeout=max(_LOOKS_EVERY, deadline - time.monotonic()))
+            if not done:
+                late()
+                continue
+            rank, answer = asked.pop(done[0]), None
+            try:
+                answer = ray.get(done[0])
+            except ray.exceptions.RayError as error:
+                answer = error
+            yield rank, answer
+
+    def give_up(self) -> None:
+        """Raise the error for ranks that are not started in time."""
+        assert self._placement is not None
+        raise self._placement.too_little(self._limit)
+
+    def end(self, rank: int) -> None:
+        """End the actor of a rank, if it has one."""
+        import ray
+
+        self.facts.pop(rank, None)
+        if (actor := self._by_rank.pop(rank, None)) is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(actor)
+
+    def close(self) -> None:
+        """End all, give their resources back, and leave the cluster; one that was started for them ends."""
+        import ray
+
+        placement, self._placement = self._placement, None
+        has_connected, self._has_connected = self._has_connected, False
+        if not ray.is_initialized():
+            return
+        for rank in [*self._by_rank]:
+            self.end(rank)
+        if placement is not None:
+            placement.remove()
+        if has_connected:
+            disconnect()
+
+
+def _demand_possible(size: int, resources: Mapping[str, float], strategy: str, nodes: int) -> None:
+    if size < 1:
+        raise ValueError(f"Ranks: size={size} is less than 1")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"Ranks: strategy={strategy!r} is none of {', '.join(STRATEGIES)}")
+    if nodes < 1 or size % nodes:
+        raise ValueError(f"Ranks: {size} ranks cannot be {size / max(nodes, 1):g} on each of nodes={nodes}")
+    if not resources or min(resources.values()) < 0 or not any(resources.values()):
+        raise ValueError(f"Ranks: resources={dict(resources)} name no amount of anything; one CPU is {{'CPU': 1}}")

@@ -1,0 +1,141 @@
+"""A rank on a node of a Ray cluster, by way of the actor that keeps its kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from easydist.cluster import failures
+from easydist.cluster.facts import Facts
+from easydist.liveness.page import PageEntry
+from easydist.notebook.keeper import Told
+from easydist.notebook.rank import Rank, Usage
+
+_EVERY = 0.25
+"""Seconds after which a rank without messages is told."""
+
+_OLD = 1.0
+"""Seconds after which nothing is known about a rank that has not been told."""
+
+_ANSWERS = 5.0
+"""Seconds within which a node answers."""
+
+
+class RemoteRank(Rank):
+    """A rank on a node of a Ray cluster.
+
+    Args:
+        rank: Its number.
+        keeper: The actor that keeps its kernel.
+        facts: The process of the actor.
+        pid: The pid of its own process.
+        gpus: The GPUs that it was given.
+    """
+
+    settles = 1.5 * _OLD
+
+    def __init__(self, rank: int, keeper: Any, facts: Facts, pid: int, gpus: str) -> None:
+        super().__init__(rank, pid, facts.host)
+        self.node, self.gpus = facts.address, gpus
+        self._keeper, self._facts = keeper, facts
+        self._messages: deque[dict[str, Any]] = deque()
+        self._told: Told | None = None
+        self._told_at = self._offset = 0.0
+        self._loss = ""
+        self._drops = self._is_closed = False
+        self._wakes, self._wake = os.pipe()
+        os.set_blocking(self._wakes, False)
+        self._thread = threading.Thread(target=self._listen, name=f"easydist-rank-{rank}", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        """Hear the news of the rank until it is closed, or its actor has ended."""
+        import ray
+
+        while not self._is_closed:
+            try:
+                told: Told = ray.get(self._keeper.told.remote(_EVERY, self._drops))
+            except ray.exceptions.RayError as error:
+                self._loss = failures.end_of(self._facts, error)
+                break
+            self._offset = self._offset or time.monotonic() - told.now
+            self._messages += told.messages
+            self._told, self._told_at = told, time.monotonic()
+            if told.messages:
+                self._notify()
+        self._notify()
+
+    def _notify(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            os.write(self._wake, b"!")
+
+    def post(self, request: str, source: str, meta: dict[str, Any], buffers: Sequence[Any]) -> None:
+        self._keeper.post.remote(request, source, meta, [bytes(buffer) for buffer in buffers])
+
+    def arrived(self, drops: bool) -> Iterator[dict[str, Any]]:
+        self._drops = drops
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wakes, 1 << 12)
+        for _ in range(len(self._messages)):
+            yield self._messages.popleft()
+
+    @property
+    def connections(self) -> Sequence[int]:
+        return (self._wakes,)
+
+    @property
+    def has_messages(self) -> bool:
+        return bool(self._messages)
+
+    def entries(self) -> list[PageEntry]:
+        if self._told is None or time.monotonic() - self._told_at > _OLD:
+            return []
+        return [entry._replace(since=entry.since + self._offset) for entry in self._told.entries]
+
+    def usage(self) -> Usage:
+        return Usage() if self._told is None else self._told.usage
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._loss) or (self._told is not None and self._told.has_ended)
+
+    def status(self) -> int | None:
+        return None if self._told is None else self._told.status
+
+    def end(self) -> str:
+        return self._told.end if self._told is not None and self._told.has_ended else self._loss
+
+    def interrupt(self) -> None:
+        if not self.has_ended:
+            self._keeper.interrupt.remote()
+
+    def kill(self) -> None:
+        import ray
+
+        self._is_closed = True
+        with contextlib.suppress(Exception):  # Ray is no longer connected to this cluster, which has ended the rank
+            if not self.has_ended and ray.is_initialized():
+                self._keeper.kill.remote()
+
+    def close(self) -> None:
+        import ray
+
+        self.kill()
+        with contextlib.suppress(Exception):
+            if ray.is_initialized():
+                ray.kill(self._keeper)
+        self._thread.join(_ANSWERS)
+        os.close(self._wakes)
+        os.close(self._wake)
+
+    def log(self) -> str:
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError):
+            return str(ray.get(self._keeper.log.remote(), timeout=_ANSWERS))
+        return ""

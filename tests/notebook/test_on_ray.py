@@ -1,0 +1,162 @@
+"""The ranks of a notebook on a real Ray cluster: cells on two nodes, their failures, and the loss of a node."""
+
+import contextlib
+import json
+import threading
+
+import psutil
+import pytest
+from actors import HEAD, MARKS, MORTAL
+from kernels import kernel, until
+from launching import within
+
+import easydist.notebook
+from easydist import CollectiveTimeout
+from easydist.notebook import CellError, CellInterrupted, RankLostError
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+pytest.importorskip("ipykernel", reason="needs ipykernel")
+pytestmark = MARKS
+
+OWN = {"resources": {"rank": 1}, "timeout": within(60)}
+"""One unit of the nodes' resource ``rank`` for each rank."""
+
+
+@contextlib.contextmanager
+def started(size, **options):
+    with easydist.notebook.start(size, on="ray", **OWN, **options) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def shared(cluster):
+    with started(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def ranks(shared):
+    """Two ranks of one node, of which each keeps its own number; lost ones are replaced afterwards."""
+    shared.execute("kept = rank")
+    yield shared
+    if lost := [rank.rank for rank in shared._ranks if rank.has_ended]:
+        shared.restart(lost)
+    shared.execute("assert easydist.gather(rank).tolist() == [0, 1]")
+
+
+def when(begun, act):
+    """Act once a rank has written the file ``begun``; return the thread that waits for it."""
+
+    def wait():
+        until(begun.exists)
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_values_functions_and_output_travel(ranks, capfd):
+    ranks.push(x={"a": [1, 2]})
+    ranks.execute("print('mean', easydist.reduce(torch.tensor(1.0 + rank)).item(), x['a'])\nrank")
+    assert capfd.readouterr().out == "ranks 0–1: mean 1.5 [1, 2]\nrank 0: 0\nrank 1: 1\n"
+    assert ranks.pull("kept") == [0, 1]
+    assert ranks.run(lambda power: 2**power, 3) == [8, 8]
+    assert [(row.node, row.state) for row in ranks.status()] == 2 * [(HEAD, "idle")]
+    ranks.execute("import torch.distributed as dist\nbackend = dist.get_backend()")
+    assert ranks.pull("backend") == 2 * ["easydist_shm"]
+
+
+def test_an_exception_shows_once_and_releases_those_that_wait(ranks):
+    with pytest.raises(CellError, match=r"^rank 1: ValueError: bad\nrank 0 waited for rank 1 in gather, cell line 3"):
+        ranks.execute("if rank == 1:\n    raise ValueError('bad')\neasydist.gather(rank)")
+    with pytest.raises(CellError, match=r"^rank 1 waited for rank 0 in gather, cell line 1, and was released$"):
+        ranks.execute("if rank: easydist.gather(rank)")
+    assert ranks.pull("kept") == [0, 1]
+
+
+def test_a_cell_can_be_interrupted(ranks, tmp_path):
+    thread = when(tmp_path / "begun", ranks.interrupt)
+    with pytest.raises(CellInterrupted, match="their variables are kept"):
+        ranks.execute(f"open({str(tmp_path / 'begun')!r}, 'w')\nwhile True: pass")
+    thread.join()
+    assert ranks.pull("kept") == [0, 1]
+
+
+def test_a_killed_kernel_is_named_and_replaced(ranks):
+    pid = ranks.status()[1].pid
+    with pytest.raises(RankLostError, match=rf"^rank 1 is lost: process {pid} ended \(killed by SIGKILL\)") as caught:
+        ranks.execute("import os, signal\nif rank: os.kill(os.getpid(), signal.SIGKILL)\neasydist.gather(rank)")
+    assert (caught.value.rank, caught.value.pid, caught.value.exit_status) == (1, pid, -9)
+    ranks.restart(ranks=[1])
+    ranks.execute("kept = globals().get('kept')")
+    assert ranks.pull("kept") == [0, None]
+
+
+def test_an_actor_that_ends_ends_its_kernel(ranks):
+    row = ranks.status()[0]
+    keeper = psutil.Process(row.pid).parent()
+    keeper.kill()
+    until(lambda: not psutil.pid_exists(row.pid))
+    with pytest.raises(RankLostError, match=r"^rank 0 is lost: cluster\.restart\(ranks=\[0\]\) replaces it"):
+        until(lambda: ranks.execute("1"))
+    assert ranks.status()[0].state == "the actor that started it was killed, or crashed"
+
+
+# What follows starts ranks of its own, in place of those above.
+
+
+def test_ranks_have_the_variables_of_a_launcher_and_a_key_that_no_process_shows(cluster, monkeypatch):
+    key = "a-key-that-no-process-shows" * 2
+    monkeypatch.setenv("EASYDIST_JOB_KEY", key)
+    names = ["EASYDIST_JOB_KEY", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"]
+    with started(2) as ranks:
+        ranks.execute(f"import os\nown = [os.environ[name] for name in {names}]")
+        assert ranks.pull("own") == [[key, "0", "0", "2", "2", "0"], [key, "1", "1", "2", "2", "0"]]
+        commands = [psutil.Process(rank.pid).cmdline() for rank in ranks.status()]
+        assert not any(key in word for words in commands for word in words)
+
+
+def test_the_ranks_of_two_nodes_outlive_one_of_them(cluster, tmp_path, capfd):
+    own = {"EASYDIST_HOST_ID": "mortal"}
+    node = cluster.add_node(node_ip_address=MORTAL, resources={"rank": 1}, env_vars=own, **cluster.node)
+    with started(2, strategy="SPREAD") as ranks:
+        nodes = [row.node for row in ranks.status()]
+        assert sorted(nodes) == [HEAD, MORTAL]
+        ranks.execute("kept = rank\nprint(easydist.gather(rank).tolist(), easydist.ProcessState().num_nodes)")
+        assert capfd.readouterr().out == "ranks 0–1: [0, 1] 2\n"
+        with pytest.raises(CellError, match=r"^rank 0: ValueError: bad\nrank 1 waited for rank 0 in gather"):
+            ranks.execute("if rank == 0: raise ValueError('bad')\neasydist.gather(rank)")
+        mortal, begun = nodes.index(MORTAL), tmp_path / "begun"
+        thread = when(begun, lambda: cluster.remove_node(node, allow_graceful=False))
+        cell = f"open({str(begun)!r}, 'w')\nimport time\nif rank == {mortal}: time.sleep(1000)\neasydist.gather(rank)"
+        with pytest.raises(RankLostError, match=rf"^rank {mortal} is lost: process \d+ ended \(its node has died\)"):
+            ranks.execute(cell)
+        thread.join()
+        assert ranks.status()[mortal].node == MORTAL
+        ranks.restart(ranks=[mortal])  # on the other node
+        assert [row.node for row in ranks.status()] == [HEAD, HEAD]
+        ranks.execute("kept = easydist.gather_object(globals().get('kept'))")
+        assert ranks.pull("kept") == 2 * [[None if rank == mortal else rank for rank in range(2)]]
+
+
+def test_what_cannot_be_is_refused(cluster):
+    with pytest.raises(ValueError, match="on='slurm' is no place for ranks"):
+        easydist.notebook.start(2, on="slurm")
+    with pytest.raises(TypeError, match=r'start: resources need on="ray"'):
+        easydist.notebook.start(2, resources={"GPU": 1})
+    with pytest.raises(CollectiveTimeout, match=r"^Ranks: 2 ranks with nothing 1 each"):
+        easydist.notebook.start(2, on="ray", resources={"nothing": 1}, timeout=1)
+
+
+def test_the_ranks_of_a_notebook_end_with_it(cluster, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    with kernel() as notebook:
+        notebook.good("import easydist.notebook")
+        notebook.good("cluster = easydist.notebook.start(2, on='ray', resources={'rank': 1})", seconds=60)
+        assert notebook.good("%%ranks\nprint(easydist.gather(rank).tolist())").out == "ranks 0–1: [0, 1]\n"
+        pids = json.loads(notebook.good("[row.pid for row in cluster.status()]").results[0]["text/plain"])
+        assert "node" in notebook.good("cluster.status()").results[0]["text/html"]
+        assert "Interrupted" in notebook.interrupted_in("", "%%ranks\nprint('ready')\nwhile True: pass")
+        psutil.Process(notebook.pid).kill()
+        until(lambda: not any(map(psutil.pid_exists, pids)))
