@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 STRESS ?= 20000
-JOBS ?= 3
+JOBS ?= 4
 BIN := $(VENV)/bin
 # Files side by side, since most tests wait for other processes; in their order, so that the long ones don't come last.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -39,7 +39,8 @@ gpu: $(VENV)/.test ## run the tests that need a GPU, which may be one for all ra
 slurm: $(VENV)/.test ## run the tests on a SLURM cluster of this machine, as root: apt-get install slurm-wlm munge
 	$(BIN)/python -m pytest tests/slurm $(ARGS)
 
-stress: $(VENV)/.test ## many more random calls, messages and trees; STRESS=100000 calls
+stress: $(VENV)/.test ## all cases of batteries, and many more random calls, messages and trees; STRESS=100000 calls
+	EASYDIST_STRESS=1200 $(PYTEST) -m "not stress" $(ARGS)
 	EASYDIST_STRESS=$(STRESS) $(PYTEST) -m stress $(ARGS)
 
 torch-tests: $(VENV)/.test ## torch's own tests of process groups, on gloo and on easydist_shm; minutes

@@ -7,7 +7,7 @@ import statistics
 import pytest
 from actors import private_cluster
 from hypothesis import HealthCheck, settings
-from launching import crashes, examples, within
+from launching import IS_STRESS, crashes, examples, within
 
 from easydist.shm.progress import running
 from easydist.testing import default_pool
@@ -16,7 +16,7 @@ pytest_plugins = ["easydist.testing.plugin"]
 
 settings.register_profile("easydist", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("stress", settings.get_profile("easydist"), derandomize=False, max_examples=examples(100))
-settings.load_profile("stress" if "EASYDIST_STRESS" in os.environ else "easydist")
+settings.load_profile("stress" if IS_STRESS else "easydist")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell ignores it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,6 +26,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 PRELOADED = ["easydist.testing.worker", "pytest", "hypothesis", "torchmetrics", "torcheval.metrics", "tensordict"]
 """The modules that the fork server loads once for all ranks: each rank would need five seconds for them."""
+
+LONGEST = "tests/test_leaks.py"
+"""The file that waits longest, with the processor idle."""
 
 unmarked = []
 """Lines about slow tests that are not marked slow."""
@@ -43,10 +46,14 @@ def cluster():
         yield made
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.stress)
+    if not IS_STRESS:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("battery")])
+        items[:] = [item for item in items if not item.get_closest_marker("battery")]
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))  # which otherwise ends alone
 
 
 def pytest_collection_finish():

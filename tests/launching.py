@@ -37,6 +37,15 @@ def examples(count):
     return max(1, count * int(os.environ.get("EASYDIST_STRESS", "1200")) // 1200)
 
 
+IS_STRESS = "EASYDIST_STRESS" in os.environ
+"""True under ``make stress``, which also runs all the cases and tests of which ``make test`` runs a sample."""
+
+
+def sampled(cases, every=2):
+    """Return each second of these cases, or another share of them; under ``make stress`` all."""
+    return cases if IS_STRESS else cases[::every]
+
+
 def within(seconds):
     """Return the limit for a step that may take this long on an idle machine. Only a step that hangs reaches it."""
     return seconds * patience()

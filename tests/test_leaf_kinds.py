@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from launching import within
+from launching import IS_STRESS, within
 from leaf_entries import ALONE, ENTRIES, IN_PLACE, LOCAL, Env, like
 from leaf_kinds import INSIDE, KINDS
 
@@ -16,7 +16,7 @@ import easydist
 from easydist.data.backing import absence
 from easydist.testing import default_pool
 
-SEED, SAMPLE = 25, 20
+SEED, SAMPLE = 25, 12
 SHAPES = {"small": (4, 6), "large": (256, 260)}
 REFUSALS = {"TypeError", "ValueError", "RuntimeError", "NotImplementedError", "ShapeError"}
 REFUSALS |= {"RemoteError", "DisagreementError", "UnsafeObjectError", "WeightsOnlyError"}
@@ -50,7 +50,7 @@ STEPS = [
 
 def drawn(kind):
     """Return the steps for a kind: some, the same ones in each run; all of them in a stress test."""
-    return STEPS if "EASYDIST_STRESS" in os.environ else random.Random(f"{SEED} {kind}").sample(STEPS, SAMPLE)
+    return STEPS if IS_STRESS else random.Random(f"{SEED} {kind}").sample(STEPS, SAMPLE)
 
 
 @pytest.mark.slow

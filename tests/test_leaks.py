@@ -30,8 +30,8 @@ ENDS = {
     "easydist_shm": ["exit", "raise", "kill", "kill_all", "orphan", "fork", "fork_exit"],
     "queue": ["exit", "raise", "kill", "kill_first", "kill_all", "fork_exit"],
 }
-ENDED = [f"{kind}/{end}" for kind, ends in ENDS.items() for end in ends]
-AGAIN = ["gloo/again", "easydist_shm/again"]
+ENDED = launching.sampled([f"{kind}/{end}" for kind, ends in ENDS.items() for end in ends])
+AGAIN = launching.sampled(["gloo/again", "easydist_shm/again"])
 STATUS = {"raise": 1, "kill": -9, "kill_first": -9, "kill_all": -9, "orphan": -9}
 """The exit status of a rank that fails."""
 
@@ -99,10 +99,11 @@ def test_groups_made_200_times_take_no_more_than_the_first(case, ended):
 
 # Two hosts.
 
-HOSTS = ["named/verbs", "flat/verbs", "shared/verbs", "containers/verbs"]
-HOSTS += ["named/kill-3", "containers/kill-2", "containers/orphan-2"]
-HOSTS += ["named/vanish-3", "named/vanish-0", "containers/vanish-2", "adopted/verbs", "named/blink-3", "named/sink-2"]
-HOSTS += ["named/queue-2"]
+KILLED = launching.sampled([("containers/orphan", 2), ("named/kill", 3), ("containers/kill", 2)], 3)
+VANISHED = launching.sampled(["named/vanish-0", "named/vanish-3", "containers/vanish-2", "named/sink-2"])
+HOSTS = ["named/verbs", "flat/verbs", "shared/verbs", "containers/verbs", *VANISHED]
+HOSTS += [f"{case}-{victim}" for case, victim in KILLED]
+HOSTS += launching.sampled(["named/queue-2", "named/blink-3", "adopted/verbs"], 3)
 HOSTS += ["named/cut-3"]  # the last one, since it cuts the link
 LINK = f"ed{os.getpid()}"
 
@@ -175,7 +176,7 @@ def test_bytes_over_the_link(verb, on_two_hosts):
     assert others[2] < 0.01 * flat
 
 
-@pytest.mark.parametrize(("case", "victim"), [("named/kill", 3), ("containers/kill", 2), ("containers/orphan", 2)])
+@pytest.mark.parametrize(("case", "victim"), KILLED)
 def test_rank_of_another_host_that_is_killed(case, victim, on_two_hosts):
     rows, statuses = on_two_hosts[f"{case}-{victim}"]
     assert statuses == [-9 if rank == victim else 0 for rank in range(4)]
@@ -194,7 +195,7 @@ def test_a_host_that_has_lost_the_store_says_so(on_two_hosts):
     assert all("\nThis host (" in row["text"] for row in rows[2:])
 
 
-@pytest.mark.parametrize("case", ["named/vanish-3", "named/vanish-0", "containers/vanish-2", "named/sink-2"])
+@pytest.mark.parametrize("case", VANISHED)
 def test_a_host_that_vanishes_is_named_by_the_others(case, on_two_hosts):
     rows, statuses = on_two_hosts[case]
     assert statuses == [0, 0, 0, 0]
@@ -211,7 +212,7 @@ def test_both_ends_of_a_queue_notice_that_a_host_vanishes(on_two_hosts):
     assert all(row["text"].startswith("PeerLostError: MessageQueue: the writer is lost") for row in rows[2:])
 
 
-@pytest.mark.parametrize("kind", ["named", "containers", "adopted"])
+@pytest.mark.parametrize("kind", ["named", "containers", pytest.param("adopted", marks=pytest.mark.battery)])
 def test_every_connection_between_hosts_has_a_limit(kind, on_two_hosts):
     rows, statuses = on_two_hosts[f"{kind}/verbs"]
     assert statuses == [0, 0, 0, 0]
@@ -221,6 +222,7 @@ def test_every_connection_between_hosts_has_a_limit(kind, on_two_hosts):
         assert 1 <= row["limits"][0] < 1000
 
 
+@pytest.mark.battery
 def test_a_host_that_vanishes_for_a_moment_ends_nothing(on_two_hosts):
     rows, statuses = on_two_hosts["named/blink-3"]
     assert statuses == [0, 0, 0, 0]

@@ -8,7 +8,9 @@ import pytest
 SCRIPT = Path(__file__).parent / "scripts" / "portability.py"
 
 SHARES_MEMORY = ["futex", "pidfd", "futex+pidfd"]
-USES_GLOO = ["proc", "shm", "memfd", "c", "memfd+pidfd", "linux", "linux+proc+shm+c", "proc+shm+futex+memfd+pidfd"]
+USES_GLOO = launching.sampled(
+    ["proc", "shm", "memfd", "c", "memfd+pidfd", "linux", "linux+proc+shm+c", "proc+shm+futex+memfd+pidfd"]
+)
 SEES_PROCESSES = [*SHARES_MEMORY, "shm", "c"]
 """The cases in which the end of a process is seen, not only the end of its connections."""
 

@@ -33,6 +33,7 @@ def test_a_machine_that_works():
     assert all(row["easydist"] > 0 and row["gloo"] > 0 for row in results["times"])
 
 
+@pytest.mark.battery
 @pytest.mark.slow
 def test_ranks_may_print_more_than_a_pipe_holds(tmp_path):
     text = "import os, sys\nprint('a library')\nif os.environ.get('RANK') == '1': sys.stderr.write('x' * 300_000)\n"
@@ -117,6 +118,7 @@ def can_mount():
     return bool(shutil.which("unshare")) and subprocess.run(IS_POSSIBLE, capture_output=True).returncode == 0
 
 
+@pytest.mark.battery
 @pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="needs the right to mount")
 def test_too_little_shared_memory_is_named():

@@ -67,6 +67,7 @@ def test_ranks_of_two_nodes_run_a_script_and_show_its_output(cluster, tmp_path):
     assert {f"[rank {rank}] a warning" for rank in range(4)} <= {*err.splitlines()}
 
 
+@pytest.mark.battery
 def test_a_module_may_fail_on_one_rank(cluster, tmp_path):
     script(tmp_path, RAISES)
     out, err = run(cluster, tmp_path, 2, "-m", "script", status=1)

@@ -228,6 +228,7 @@ def knows_the_key():
     return easydist.settings.read(easydist.settings.JOB_KEY) == KEY, easydist.gather_object([rank()])
 
 
+@pytest.mark.battery
 def test_ranks_get_the_drivers_job_key_and_ray_does_not_log_it(shared, cluster, monkeypatch):
     monkeypatch.setenv(easydist.settings.JOB_KEY, KEY)
     with started(2, resources={"rank": 0.5}) as ranks:

@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from differing import begin, demand_one_error, error_of
-from launching import examples, within
+from launching import examples, sampled, within
 from tqdm import tqdm
 
 from easydist.comms import CommDisagreement, ReduceOp, new_comm, wrap
 from easydist.errors import DisagreementError
 from easydist.testing import distributed
 
+SIZES = sampled([2, 3, 4])
 SEEDS = int(os.environ["EASYDIST_SEEDS"]) if "EASYDIST_SEEDS" in os.environ else None
 LARGE = 4_000_000
 """Elements that no pipe holds: their sender waits for the receiver."""
@@ -57,7 +58,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("case", CASES)
-@distributed(world_size=[2, 3, 4], timeout=within(60))
+@distributed(world_size=SIZES, timeout=within(60))
 def test_ranks_in_a_circle_raise_before_the_limit(case, is_async, rank, world_size):
     comm, (run, name, numel) = made(), CASES[case]
     for _ in range(2):
@@ -70,7 +71,7 @@ def test_ranks_in_a_circle_raise_before_the_limit(case, is_async, rank, world_si
 @pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("case", CASES)
-@distributed(world_size=[2, 3, 4], timeout=within(60))
+@distributed(world_size=SIZES, timeout=within(60))
 def test_over_gloo(case, is_async, rank, world_size):
     run, name, numel = CASES[case]
     comm = made(backend="gloo")
@@ -210,7 +211,7 @@ def test_a_thread_that_may_send_later_breaks_a_circle(receives_in, rank, world_s
 
 
 @pytest.mark.slow
-@distributed(world_size=[2, 3, 4], timeout=within(60))
+@distributed(world_size=SIZES, timeout=within(60))
 def test_a_message_that_another_one_precedes_is_no_circle(rank, world_size):
     """Waits that end: rank 0 has begun what the others need, or begins it once the others have come."""
     comm = made()
@@ -230,7 +231,7 @@ def test_a_message_that_another_one_precedes_is_no_circle(rank, world_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-@distributed(world_size=[2, 3, 4], timeout=within(60))
+@distributed(world_size=SIZES, timeout=within(60))
 def test_splits_with_other_lists(backend, rank, world_size):
     """Ranks 0 and 1 are members of both lists; a third one waits for the first two, and hears of it, too."""
     comm, everyone = made(backend=backend), [*range(world_size)]
@@ -299,7 +300,7 @@ def play(comm, program, seed):
 
 @pytest.mark.slow
 @pytest.mark.stress
-@distributed(world_size=[2, 3, 4], timeout=within(300))
+@distributed(world_size=SIZES, timeout=within(300))
 def test_drawn_programs_end_over_gloo(rank, world_size):
     comm = made(backend="gloo")
     for seed in range(examples(3)) if SEEDS is None else [SEEDS]:
@@ -309,7 +310,7 @@ def test_drawn_programs_end_over_gloo(rank, world_size):
 
 @pytest.mark.slow
 @pytest.mark.stress
-@distributed(world_size=[2, 3, 4], timeout=within(300))
+@distributed(world_size=SIZES, timeout=within(300))
 def test_drawn_programs_end_if_they_can(rank, world_size):
     """With two steps exchanged on one rank, a program ends on all ranks, or all raise the same error."""
     comm = made()

@@ -59,6 +59,7 @@ def test_ranks_that_have_no_rank_0_make_a_communicator(rank):
     assert total(everybody) == 4
 
 
+@pytest.mark.battery
 @pytest.mark.slow
 @distributed(world_size=3)
 def test_ranks_may_close_a_communicator_while_others_still_connect(rank):

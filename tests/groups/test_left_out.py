@@ -25,6 +25,7 @@ GO_ON = [
 GO_ON += ["3/comm_gloo/store_lost", "4/shm/group", "4/gloo/group"]
 ALL = ["3/shm/nobody", "3/gloo/nobody", "4/0011/nobody", "3/shm/interrupt", "4/0011/interrupt"]
 OTHER = ["4/0011/store_lost", "3/shm/again"]
+OUT, GO_ON = launching.sampled(OUT), launching.sampled(GO_ON)
 ALONE = ["3/shm/alone", "3/gloo/alone", "4/0011/alone", "3/torch_shm/alone", "3/torch_shm/torch"]
 ALONE += [f"{size}/comm_{kind}/alone" for kind in ("shm", "gloo") for size in (2, 3, 4)]
 ALONE += [f"3/comm_{kind}/{how}" for kind in ("shm", "gloo") for how in ("async", "messages", "split")]
@@ -33,11 +34,13 @@ INTERRUPTED = [f"3/comm_{kind}/{when}_interrupted" for kind in ("shm", "gloo") f
 OFTEN = [f"{size}/{kind}/often" for size, kind in [(2, "shm"), (3, "gloo"), (3, "torch_shm"), (4, "0011")]]
 OFTEN += ["3/comm_shm/often", "3/comm_gloo/often", "2/shm/rounds"]
 ALONE += [f"{case}/{how}" for how in ("chain", "verb") for case in ("4/comm_shm", "4/comm_gloo")]
+ALONE, OFTEN, INTERRUPTED = launching.sampled(ALONE), launching.sampled(OFTEN), launching.sampled(INTERRUPTED, 3)
 DIES = [f"3/comm_{kind}/{how}" for kind in ("shm", "gloo") for how in ("chain_dies", "split_dies", "connect_dies")]
 DIES += ["3/comm_shm/signal_dies", "3/comm_shm/connect_dies_late", "3/comm_gloo/connect_dies_late"]
 IN_VAIN = [f"3/{kind}/attempt_dies" for kind in ("shm", "gloo", "torch_shm", "comm_shm", "comm_gloo")]
 IN_VAIN += ["3/shm/meeting_interrupted", "3/gloo/meeting_interrupted"]
 IN_VAIN += [f"{case}/attempt_interrupted" for case in ("3/shm", "3/gloo", "3/torch_shm", "3/comm_shm", "3/comm_gloo")]
+DIES, IN_VAIN = launching.sampled(DIES), launching.sampled(IN_VAIN)
 
 
 @functools.cache

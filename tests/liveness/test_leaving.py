@@ -55,7 +55,7 @@ ENDS = {
 def cases(act, methods):
     """Return the cases of these methods, each with another number of ranks than the one before."""
     pairs = [(kind, method) for kind, known in methods.items() for method in known]
-    return [f"{2 + i % 3}/{kind}/{act}/{method}" for i, (kind, method) in enumerate(pairs)]
+    return launching.sampled([f"{2 + i % 3}/{kind}/{act}/{method}" for i, (kind, method) in enumerate(pairs)])
 
 
 ALL = {"wait": cases("wait", WAITS), "take": cases("take", TAKES), "end": cases("end", ENDS)}

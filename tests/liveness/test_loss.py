@@ -10,11 +10,11 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "scripts" / "loss.py"
 SCENARIOS = ["kill", "exit", "raise", "stop", "late", "interrupt", "together", "kill_inside", "stop_inside"]
 CASES = [(3, "shm", name) for name in SCENARIOS]
-CASES += [(3, "gloo", name) for name in SCENARIOS]
+CASES += launching.sampled([(3, "gloo", name) for name in SCENARIOS])
 CASES += [(3, "shm", "kill_first"), (3, "gloo", "kill_first"), (4, "0011", "kill_first")]
 CASES += [(3, "shm", "kill_meeting"), (3, "gloo", "kill_meeting")]
-CASES += [(2, "01", "midway"), (2, "gloo", "midway"), (2, "gloo", "comm_midway"), (2, "01", "comm_midway")]
-CASES += [(size, "shm", name) for size in (2, 4) for name in ("kill", "late", "raise")]
+CASES += launching.sampled([(2, kind, name) for name in ("midway", "comm_midway") for kind in ("gloo", "01")], 3)
+CASES += launching.sampled([(size, "shm", name) for name in ("kill", "late", "raise") for size in (4, 2)])
 CASES += [(4, "0011", name) for name in ("kill", "late", "interrupt", "stop", "store_stops")] + [
     (4, "0001", "kill")
 ]  # two hosts

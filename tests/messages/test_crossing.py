@@ -8,7 +8,7 @@ from functools import partial
 import groups
 import pytest
 import torch
-from launching import examples
+from launching import examples, sampled
 from test_entries import VALUES, made, waited, ways
 
 import easydist
@@ -77,7 +77,7 @@ def test_a_message_meets_a_call_of_all_ranks(kind, rank, world_size):
 
 @pytest.mark.slow
 @KINDS
-@distributed(world_size=[3, 4])
+@distributed(world_size=sampled([3, 4]))
 def test_who_waits_for_such_a_rank_raises_the_same(kind, rank, world_size):
     with coordinator(kind, rank, world_size) as group:
         for first in FEW:
@@ -87,7 +87,7 @@ def test_who_waits_for_such_a_rank_raises_the_same(kind, rank, world_size):
 
 @pytest.mark.slow
 @KINDS
-@distributed(world_size=[3, 4])
+@distributed(world_size=sampled([3, 4]))
 def test_ranks_that_wait_in_a_circle_raise_the_same(kind, rank, world_size):
     with coordinator(kind, rank, world_size) as group:
         for step in (1, -1) if kind != "hosts" else (1,):
@@ -182,7 +182,7 @@ class Program:
 @pytest.mark.slow
 @pytest.mark.stress
 @KINDS
-@distributed(world_size=[2, 3, 4])
+@distributed(world_size=sampled([2, 3, 4]))
 def test_programs_that_end_raise_nothing(kind, rank, world_size):
     for seed in range(examples(2)):
         with coordinator(kind, rank, world_size) as group:

@@ -63,3 +63,4 @@ def test_the_memory_of_a_part_is_released_before_the_next_one_arrives(rank):
     assert memory() is None
     held.comes.set()
     transfer.wait()
+    easydist.gather(rank)  # a message from a rank that has left counts as completed

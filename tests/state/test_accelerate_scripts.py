@@ -36,7 +36,7 @@ def check_evaluation(found, dealt):
     assert warning.startswith("gather_for_metrics: no loader prepared with accelerate tells which samples are repeated")
 
 
-@pytest.mark.parametrize(("size", "order"), [(2, "before"), (4, "after")])
+@pytest.mark.parametrize(("size", "order"), [(2, "before"), pytest.param(4, "after", marks=pytest.mark.battery)])
 def test_a_script_under_accelerate_launch(size, order, tmp_path):
     config = ("--config_file", "examples/accelerate_cpu.yaml", "--num_processes", size)
     accelerate(*config, SCRIPTS / "accelerated.py", tmp_path, order)

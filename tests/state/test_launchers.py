@@ -135,6 +135,7 @@ def test_the_group_of_accelerate_is_adopted(tmp_path):
     assert worlds(tmp_path) == a_world_of(2, adopted=True)
 
 
+@pytest.mark.battery
 def test_accelerate_launch_with_one_process_works_and_says_so(tmp_path):
     accelerate("--cpu", "--num_processes", 2, WORLD, tmp_path)
     (found,) = worlds(tmp_path)
@@ -150,6 +151,7 @@ def test_accelerate_launch_with_mpirun(tmp_path):
     assert worlds(tmp_path) == a_world_of(2)
 
 
+@pytest.mark.battery
 @needs_mpich
 def test_two_jobs_of_mpirun_side_by_side(tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
@@ -187,6 +189,7 @@ def test_a_job_step_of_slurm_on_two_nodes(tmp_path):
     assert worlds(tmp_path) == a_world_of(4, hosts=2)
 
 
+@pytest.mark.battery
 @needs_mpich
 def test_mpirun_on_two_hosts_that_easydist_finds(tmp_path):
     """To MPICH two names are two hosts; it does not number them."""
@@ -207,6 +210,7 @@ def test_scripts_without_any_cleanup_end_well():
     assert sorted(said) == sorted(f"{case} 0 0 0 0" for case in cases)
 
 
+@pytest.mark.battery
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux, to let gloo's threads starve")
 def test_gloo_threads_release_the_last_tensors_before_the_interpreter_ends():
     assert launch(launching.fork(), SCRIPTS / "endings.py", 20).split() == ["0"] * 20
@@ -219,7 +223,7 @@ def test_at_exit_easydist_takes_down_its_own_group_only(tmp_path):
     assert left == {f"{who}-{rank}": str(who != "easydist") for who in ("mine", "easydist", "later") for rank in (0, 1)}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.battery)])
 def test_accelerates_own_checks_pass(size, tmp_path):
     source = Path(importlib.util.find_spec("accelerate").submodule_search_locations[0])
     text = (source / "test_utils" / "scripts" / "test_ops.py").read_text()

@@ -194,6 +194,7 @@ except easydist.PeerLostError as error:
 """
 
 
+@pytest.mark.battery
 @pytest.mark.slow
 def test_default_group_under_a_launcher(tmp_path):
     script = tmp_path / "script.py"

@@ -42,14 +42,15 @@ def sub_group(rank, world_size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", launching.sampled([1, 2, 4, 3]))
 def test_over_the_default_group(world_size):
     check_comm(default_group, [world_size])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "world_size"), [(native, 1), (native, 3), (unregistered, 2), (beside, 2), (sub_group, 3)]
+    ("make", "world_size"),
+    launching.sampled([(native, 3), (native, 1), (unregistered, 2), (beside, 2), (sub_group, 3)]),
 )
 def test_over_other_groups(make, world_size):
     check_comm(make, [world_size])

@@ -88,6 +88,7 @@ def gibibyte(rank, name):
     return are_right and got.data_ptr() == place
 
 
+@pytest.mark.battery
 def test_a_gibibyte_arrives(actors):
     easydist.ray.create_group(actors[:2], "gibibyte", timeout=within(60))
     assert all(each(actors[:2], gibibyte, "gibibyte"))
@@ -221,6 +222,7 @@ def whereabouts(rank, name):
     return ray.util.get_node_ip_address(), met.control.get_backend(), [sorted(host) for host in met._hosts]
 
 
+@pytest.mark.battery
 def test_actors_of_two_nodes(cluster, actors):
     """Two raylets with addresses of their own; the actors of one share memory, one of each talks to the other node."""
     cluster.add_node(

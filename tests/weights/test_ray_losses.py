@@ -165,6 +165,7 @@ LOSSES = [(rank, when) for when in ("header", "middle", "acknowledgement") for r
 """A receiver, then the publisher."""
 
 
+@pytest.mark.battery
 def test_a_version_is_complete_or_not_there_whoever_is_lost(actors):
     """The survivors keep the version before; one that replaces the lost member gets it, and publishes the next."""
     first, second, *spare = members(len(LOSSES))
