@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from launching import sampled
 from torch.nn.parallel import DistributedDataParallel
 
 import easydist
@@ -60,7 +61,7 @@ def compiled(function):
 
 
 @pytest.mark.slow
-@distributed(world_size=[1, 2])
+@distributed(world_size=sampled([2, 1]))
 def test_verbs(rank):
     for verb in VERBS:
 

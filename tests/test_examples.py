@@ -103,6 +103,7 @@ def test_training_goes_on_from_a_checkpoint_on_another_number_of_ranks(tmp_path)
     assert forked(ROOT / "examples" / "train.py", whole, 3)[0] == first + resumed
 
 
+@pytest.mark.battery
 @pytest.mark.slow
 def test_evaluate_gives_the_same_on_any_number_of_ranks():
     printed = [default_pool().run(evaluate, count)[0].splitlines() for count in (1, 2, 3, 4)]

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launching import forked
+from launching import forked, sampled
 
 import easydist
 from easydist.base import torch_groups, torch_private
@@ -46,5 +46,6 @@ def test_this_torch_has_all_of_them():
 
 @pytest.mark.slow
 def test_calls_work_without_any_one_of_them():
-    out, _ = forked(SCRIPT, *NAMES, seconds=120)
-    assert out.splitlines() == [f"{name}: works" for name in NAMES]
+    some = sampled(NAMES)
+    out, _ = forked(SCRIPT, *some, seconds=120)
+    assert out.splitlines() == [f"{name}: works" for name in some]

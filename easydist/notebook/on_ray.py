@@ -59,7 +59,13 @@ class OnRay:
 
         asked = {rank: self._actors[rank].begin.remote(self._size, told) for rank, told in meetings.items()}
         for rank, answer in asked.items():
-            yield RemoteRank(rank, self._actors[rank], self._actors.facts[rank], *ray.get(answer))
+            facts = self._actors.facts[rank]
+            try:
+                pid, gpus = ray.get(answer)
+            except ray.exceptions.RayError as error:
+                text = str(getattr(error, "cause", error))
+                raise RuntimeError(f"rank {rank} did not start on {facts.address}: {text}") from error
+            yield RemoteRank(rank, self._actors[rank], facts, pid, gpus)
 
     def close(self) -> None:
         """End the actors, give their resources back, and remove the folder."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, PrefixStore, Store
 
 from easydist.base import torch_groups
 from easydist.errors import UnsafeObjectError
@@ -21,6 +21,7 @@ from easydist.groups.connecting import connect
 from easydist.groups.known import forget
 from easydist.groups.rendezvous import Rendezvous
 from easydist.liveness.stored import decoded
+from easydist.liveness.timed_store import reached
 from easydist.notebook.values import is_plain, pack, unpack
 from easydist.process_group import NAME, SharedMemoryGroup
 from easydist.state import ProcessState
@@ -65,9 +66,8 @@ class OwnRank:
             variables: The launcher's variables for this rank from now on.
             owns_gpus: True if the GPUs that this process sees are not for other ranks.
         """
-        store: Store = FileStore(os.path.join(self._folder, f"store-{epoch}"), self._size)
-        if address is not None:
-            store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=_SECONDS))
+        file = os.path.join(self._folder, f"store-{epoch}")
+        store = FileStore(file, self._size) if address is None else reached(*address, _SECONDS)
         if variables:
             os.environ.update(variables)
             ProcessState._reset_state()

@@ -49,7 +49,8 @@ class RemoteRank(Rank):
         self._loss = ""
         self._drops = self._is_closed = False
         self._wakes, self._wake = os.pipe()
-        os.set_blocking(self._wakes, False)
+        for end in (self._wakes, self._wake):  # the pipe fills up if nobody waits
+            os.set_blocking(end, False)
         self._thread = threading.Thread(target=self._listen, name=f"easydist-rank-{rank}", daemon=True)
         self._thread.start()
 
@@ -60,8 +61,10 @@ class RemoteRank(Rank):
         while not self._is_closed:
             try:
                 told: Told = ray.get(self._keeper.told.remote(_EVERY, self._drops))
-            except ray.exceptions.RayError as error:
-                self._loss = failures.end_of(self._facts, error)
+            except Exception as error:
+                self._loss = "Ray has no connection to it any more"
+                with contextlib.suppress(Exception):
+                    self._loss = failures.end_of(self._facts, error)
                 break
             self._offset = self._offset or time.monotonic() - told.now
             self._messages += told.messages
@@ -71,7 +74,7 @@ class RemoteRank(Rank):
         self._notify()
 
     def _notify(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # it is full, or closed
             os.write(self._wake, b"!")
 
     def post(self, request: str, source: str, meta: dict[str, Any], buffers: Sequence[Any]) -> None:

@@ -79,7 +79,7 @@ def test_a_module_may_fail_on_one_rank(cluster, tmp_path):
     assert "variables" not in err
 
 
-@pytest.mark.parametrize(("text", "status"), [(EXITS, 3), (KILLED, 1)])
+@pytest.mark.parametrize(("text", "status"), [(EXITS, 3), pytest.param(KILLED, 1, marks=pytest.mark.battery)])
 def test_the_status_is_that_of_the_rank_that_failed(cluster, tmp_path, text, status):
     script(tmp_path, text)
     _, err = run(cluster, tmp_path, 2, "script.py", status=status)

@@ -102,7 +102,7 @@ def run(folder, text, *arguments, torchrun=False):
     return sorted(done.stdout.splitlines())
 
 
-WHEN = pytest.mark.parametrize("when", ["first", "later"])
+WHEN = pytest.mark.parametrize("when", ["later", pytest.param("first", marks=pytest.mark.battery)])
 
 
 @pytest.mark.slow

@@ -149,6 +149,7 @@ def test_what_cannot_be_is_refused(cluster):
         easydist.notebook.start(2, on="ray", resources={"nothing": 1}, timeout=1)
 
 
+@pytest.mark.battery
 def test_the_ranks_of_a_notebook_end_with_it(cluster, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     with kernel() as notebook:

@@ -137,6 +137,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.battery
 def test_a_plain_program_may_have_ranks_too(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     out, _ = python(tmp_path / "script.py")

@@ -50,7 +50,7 @@ def waits(rank, name, when):
         target.Destinations = spans.Destinations
 
 
-@pytest.mark.parametrize("when", ["before", "in the middle"])
+@pytest.mark.parametrize("when", ["in the middle", pytest.param("before", marks=pytest.mark.battery)])
 def test_a_lost_actor_is_named_and_replaced(actors, when):
     (mortal,) = members(1)
     group = [actors[0], mortal, actors[1]]
