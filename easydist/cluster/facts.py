@@ -41,3 +41,11 @@ def interface(address: str) -> str | None:
     alike = "127.0.0.1" if address.startswith("127.") else address
     names = [name for name, found in psutil.net_if_addrs().items() if alike in [one.address for one in found]]
     return names[0] if names else None
+
+
+def session_folder() -> str | None:
+    """Return the folder of Ray's session on this node, which ends with the node; None if Ray does not tell it."""
+    import ray
+
+    node = getattr(ray._private.worker.global_worker, "node", None)
+    return None if node is None else str(node.get_session_dir_path())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
-from easydist.cluster.facts import interface
+from easydist.cluster.facts import interface, session_folder
 from easydist.cluster.worker import Actor
 from easydist.liveness.page import PageEntry
 from easydist.notebook.rank import Usage
@@ -72,7 +74,7 @@ class Keeper(Actor):
         if (name := interface(ray.util.get_node_ip_address())) is not None:
             variables.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", name))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray starts its processes with it blocked
-        self._machine = Machine(size)
+        self._machine = Machine(size, session_folder())  # when Ray ends the kernel, nobody removes what it leaves
         (self._process,) = self._machine.begin({self._rank: meeting}, variables)
         self._poller = zmq.Poller()
         for connection in (self._wakes, *self._process.connections):
@@ -91,8 +93,6 @@ class Keeper(Actor):
             seconds: How long to wait for messages.
             drops: As for ``Rank.messages``.
         """
-        import time
-
         if self._wakes in dict(self._poller.poll(1000 * seconds)):
             os.read(self._wakes, 1 << 12)
         while self._requests:
@@ -108,9 +108,10 @@ class Keeper(Actor):
         self._process.interrupt()
 
     def kill(self) -> None:
-        """End the kernel and everything that it has started."""
+        """End the kernel and everything that it has started, and remove its folder."""
         with contextlib.suppress(AttributeError):  # it has not begun
             self._process.kill()
+            shutil.rmtree(self._machine.folder, ignore_errors=True)
 
     def log(self) -> str:
         """Return the end of the kernel's log."""

@@ -22,11 +22,12 @@ class Machine:
 
     Args:
         size: The number of ranks.
+        parent: The folder for theirs; None: the system's for temporary files.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, parent: str | None = None) -> None:
         read_end, self._write_end = os.pipe()
-        self._home = Home(size, _private_folder(), read_end, free_port(), zmq.Context())
+        self._home = Home(size, _private_folder(parent or tempfile.gettempdir()), read_end, free_port(), zmq.Context())
 
     @property
     def folder(self) -> Path:
@@ -57,8 +58,7 @@ class Machine:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _private_folder() -> Path:
+def _private_folder(parent: str) -> Path:
     """Create a folder that only this user can open, with a path short enough for sockets."""
-    place = tempfile.gettempdir()
-    is_short = len(os.fsencode(place)) < _LONGEST_FOLDER
-    return Path(tempfile.mkdtemp(prefix="easydist-", dir=place if is_short else "/tmp"))
+    is_short = len(os.fsencode(parent)) < _LONGEST_FOLDER
+    return Path(tempfile.mkdtemp(prefix="easydist-", dir=parent if is_short else "/tmp"))

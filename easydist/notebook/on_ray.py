@@ -13,6 +13,7 @@ from typing import Any
 from easydist import settings
 from easydist.agreement.calling import seconds
 from easydist.cluster.actors import Actors
+from easydist.cluster.facts import session_folder
 from easydist.cluster.world import variables
 from easydist.notebook.keeper import Keeper
 from easydist.notebook.remote import RemoteRank
@@ -40,7 +41,7 @@ class OnRay:
         self._owns_gpus = bool((resources or {}).get("GPU"))
         place = resources, strategy, nodes, runtime_env, address, ship
         self._actors = Actors(Keeper, size, *place, self._limit)
-        self.folder = Path(tempfile.mkdtemp(prefix="easydist-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="easydist-", dir=session_folder()))
 
     def meeting(self, ranks: Iterable[int], epoch: int) -> Mapping[int, dict[str, Any]]:
         """Start the actors of some ranks, and return what all need to meet in a store that rank 0's actor serves."""

@@ -47,6 +47,7 @@ class RemoteRank(Rank):
         self._told: Told | None = None
         self._told_at = self._offset = 0.0
         self._loss = ""
+        self._killed: Any = None
         self._drops = self._is_closed = False
         self._wakes, self._wake = os.pipe()
         for end in (self._wakes, self._wake):  # the pipe fills up if nobody waits
@@ -122,8 +123,8 @@ class RemoteRank(Rank):
 
         self._is_closed = True
         with contextlib.suppress(Exception):  # Ray is no longer connected to this cluster, which has ended the rank
-            if not self.has_ended and ray.is_initialized():
-                self._keeper.kill.remote()
+            if self._killed is None and ray.is_initialized():
+                self._killed = self._keeper.kill.remote()
 
     def close(self) -> None:
         import ray
@@ -131,6 +132,7 @@ class RemoteRank(Rank):
         self.kill()
         with contextlib.suppress(Exception):
             if ray.is_initialized():
+                ray.wait([self._killed], timeout=_ANSWERS)
                 ray.kill(self._keeper)
         self._thread.join(_ANSWERS)
         os.close(self._wakes)
