@@ -32,7 +32,7 @@ class Actors:
         limit: Seconds to wait for resources, and for a start.
 
     Attributes:
-        facts: The processes of those that have started, by rank.
+        facts: The processes of those that have started, by rank, also after their end.
         deadline: The time until which the first start may take, on the clock of ``time.monotonic``.
 
     Raises:
@@ -54,7 +54,7 @@ class Actors:
         limit: float,
     ) -> None:
         asked = {"CPU": 1} if resources is None else resources
-        _demand_possible(size, asked, strategy, size if nodes is None else nodes)
+        demand_possible(size, asked, strategy, nodes)
         self._kind, self._limit = kind, limit
         self._by_rank = dict[int, Any]()
         self.facts = dict[int, Facts]()
@@ -158,7 +158,6 @@ class Actors:
         """End the actor of a rank, if it has one."""
         import ray
 
-        self.facts.pop(rank, None)
         if (actor := self._by_rank.pop(rank, None)) is not None:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor)
@@ -179,12 +178,17 @@ class Actors:
             disconnect()
 
 
-def _demand_possible(size: int, resources: Mapping[str, float], strategy: str, nodes: int) -> None:
+def demand_possible(size: int, resources: Mapping[str, float], strategy: str, nodes: int | None) -> None:
+    """Check arguments of ``Actors``.
+
+    Raises:
+        ValueError: No cluster can meet them.
+    """
     if size < 1:
         raise ValueError(f"Ranks: size={size} is less than 1")
     if strategy not in STRATEGIES:
         raise ValueError(f"Ranks: strategy={strategy!r} is none of {', '.join(STRATEGIES)}")
-    if nodes < 1 or size % nodes:
+    if nodes is not None and (nodes < 1 or size % nodes):
         raise ValueError(f"Ranks: {size} ranks cannot be {size / max(nodes, 1):g} on each of nodes={nodes}")
     if not resources or min(resources.values()) < 0 or not any(resources.values()):
         raise ValueError(f"Ranks: resources={dict(resources)} name no amount of anything; one CPU is {{'CPU': 1}}")

@@ -33,10 +33,9 @@ def connect(address: str | None, cpus: float) -> bool:
         ImportError: Ray is not installed.
         ConnectionError: There is no cluster at this address.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError(needs("easydist.ray.Ranks", "ray", "ray")) from error
+    demand_ray("easydist.ray.Ranks")
+    import ray
+
     if ray.is_initialized():
         return False
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
@@ -45,6 +44,21 @@ def connect(address: str | None, cpus: float) -> bool:
             return True
     ray.init(address, logging_level=logging.WARNING)
     return True
+
+
+def demand_ray(who: str) -> None:
+    """Make sure that Ray is installed.
+
+    Args:
+        who: What needs it.
+
+    Raises:
+        ImportError: It is not.
+    """
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise ImportError(needs(who, "ray", "ray")) from error
 
 
 def disconnect() -> None:

@@ -44,7 +44,7 @@ def interface(address: str) -> str | None:
 
 
 def session_folder() -> str | None:
-    """Return the folder of Ray's session on this node, which ends with the node; None if Ray does not tell it."""
+    """Return the folder of Ray's session on this node, for what a killed process leaves; None if Ray does not tell."""
     import ray
 
     node = getattr(ray._private.worker.global_worker, "node", None)

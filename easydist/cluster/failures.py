@@ -122,7 +122,7 @@ def _how(node: str, status: int | None, error: Exception) -> str:
     return " was killed, or crashed" if status is None else f" ended ({texts.status_text(status)})"
 
 
-def _end_of_node(node: str, error: Exception) -> str | None:
+def _end_of_node(node: str, error: BaseException) -> str | None:
     import ray
 
     if not any(one["Alive"] and one["NodeID"] == node for one in ray.nodes()):
@@ -130,14 +130,22 @@ def _end_of_node(node: str, error: Exception) -> str | None:
     return "its node does not answer" if isinstance(error, ray.exceptions.ActorUnavailableError) else None
 
 
-def end_of(process: Facts, error: Exception) -> str:
+def end_of(process: Facts, error: BaseException) -> str:
     """Return how what an actor has kept ended with it.
 
     Args:
         process: The actor's process.
         error: Ray's error.
     """
-    return _end_of_node(process.node, error) or "the actor that started it was killed, or crashed"
+    import ray
+
+    if (gone := _end_of_node(process.node, error)) is not None:
+        return gone
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return "Ray killed the actor that started it, because its node ran out of memory"
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return f"the actor that started it failed: {error.cause}"
+    return "the actor that started it was killed, or crashed"
 
 
 def unequal_versions(processes: Iterable[Facts]) -> RuntimeError | None:

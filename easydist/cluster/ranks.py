@@ -266,7 +266,6 @@ class Ranks:
                 f"restart: {failures.named(away)} could not join the others, being lost or busy: {advice}"
             )
         for rank in again:
-            self._actors.end(rank)
             self._lost.pop(rank, None)
         self._busy.clear()
         self._start(again, time.monotonic() + self._limit)

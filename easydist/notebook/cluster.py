@@ -1,4 +1,4 @@
-"""Ranks on this machine that a notebook, or a plain program, starts and runs code on."""
+"""Ranks that a notebook, or a plain program, starts and runs code on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from easydist.base.wording import needs
@@ -61,7 +61,7 @@ class Cluster:
         self._cell: Cell | None = None
         atexit.register(self.stop)
         try:
-            self._begin(range(size))
+            self._begin(range(size), self._meetings(range(size)))
         except BaseException:
             self.stop()
             raise
@@ -71,19 +71,23 @@ class Cluster:
         """True until it is stopped."""
         return bool(self._ranks) and self._owner == os.getpid()
 
-    def _begin(self, ranks: Iterable[int]) -> None:
-        """Start processes, and let all ranks meet."""
-        self._epoch += 1
+    def _meetings(self, ranks: Iterable[int]) -> Mapping[int, dict[str, Any]]:
+        """Prepare the start of some ranks, and a meeting of all; if that fails, those that run are as before."""
         self._needs_meeting = True
-        known, starting = list(self._ranks), list(ranks)
-        meetings = self._place.meeting(starting, self._epoch)
-        for rank in known:
-            rank.send("", {"action": "join", "meeting": meetings[rank.rank]})
-        for rank in self._place.begin({number: meetings[number] for number in starting}):
-            self._ranks.append(rank)
-            rank.send("", {})
-        self._ranks.sort(key=lambda rank: rank.rank)
+        self._epoch += 1
+        return self._place.meeting(ranks, self._epoch)
+
+    def _begin(self, ranks: Collection[int], meetings: Mapping[int, dict[str, Any]]) -> None:
+        """Start the processes of some ranks, and let all ranks meet."""
+        self._ranks = [rank for rank in self._ranks if rank.rank not in ranks]
+        known = list(self._ranks)
         try:
+            for rank in known:
+                rank.send("", {"action": "join", "meeting": meetings[rank.rank]})
+            for rank in self._place.begin({number: meetings[number] for number in ranks}):
+                self._ranks.append(rank)
+                rank.send("", {})
+            self._ranks.sort(key=lambda rank: rank.rank)
             self._await_all()
         except BaseException:
             self._give_up_meeting(known)
@@ -201,7 +205,7 @@ class Cluster:
     def _meet_again(self) -> None:
         """After a failure, let all ranks renew their groups together. This must wait until lost ranks are replaced."""
         if self._needs_meeting and not any(rank.has_ended or rank.unanswered for rank in self._ranks):
-            self._begin([])
+            self._begin([], self._meetings([]))
 
     def run(self, fn: Callable[..., Any], *args: Any, ranks: Collection[int] | None = None, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on the ranks.
@@ -312,16 +316,18 @@ class Cluster:
         Raises:
             ValueError: There is no such rank.
             RuntimeError: The cluster is stopped, others are lost or busy, too, or a rank did not start.
+            CollectiveTimeout: There are no resources for them on the Ray cluster; they stay lost.
         """
         with self._lock:
             again = sorted(range(self.size) if ranks is None else set(ranks))
             self._demand(again)
             self._demand_the_others(again)
-            for rank in [rank for rank in self._ranks if rank.rank in again]:
-                rank.close()
-                self._ranks.remove(rank)
+            for rank in self._ranks:
+                if rank.rank in again:
+                    rank.close()
+            meetings = self._meetings(again)  # if this fails, they stay lost
             try:
-                self._begin(again)
+                self._begin(again, meetings)
             except BaseException:
                 self.stop()
                 raise

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
-import sys
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from easydist.cluster.facts import interface, session_folder
@@ -70,9 +69,7 @@ class Keeper(Actor):
         from easydist.notebook.machine import Machine
 
         # The key of the job may be among them, which the arguments of a process would show.
-        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **meeting.pop("variables")}
-        if (name := interface(ray.util.get_node_ip_address())) is not None:
-            variables.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", name))
+        variables = {**_environment(), **meeting.pop("variables")}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray starts its processes with it blocked
         self._machine = Machine(size, session_folder())  # when Ray ends the kernel, nobody removes what it leaves
         (self._process,) = self._machine.begin({self._rank: meeting}, variables)
@@ -109,13 +106,24 @@ class Keeper(Actor):
 
     def kill(self) -> None:
         """End the kernel and everything that it has started, and remove its folder."""
-        with contextlib.suppress(AttributeError):  # it has not begun
-            self._process.kill()
-            shutil.rmtree(self._machine.folder, ignore_errors=True)
+        self._process.kill()
+        shutil.rmtree(self._machine.folder, ignore_errors=True)
 
     def log(self) -> str:
         """Return the end of the kernel's log."""
         return self._process.log()
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of a kernel on this node: where it finds easydist, and the interface for gloo, if known."""
+    import ray
+
+    package = str(Path(__file__).parents[2])  # the rest of the path follows when the kernel has begun
+    name = interface(ray.util.get_node_ip_address()) or ""
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", name),
+    }
 
 
 def _short(message: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def start(n: int | None = None, *, on: Literal["ray"] | None = None, **options: 
     A process has one cluster, so the previous one is stopped.
 
     Args:
-        n: The number of ranks; None: the number of GPUs, else 2.
+        n: The number of ranks; None: the number of GPUs of this machine, else 2.
         on: ``"ray"``: the ranks are on the nodes of a Ray cluster; None: on this machine.
         **options: Keyword arguments of ``easydist.ray.Ranks``, such as ``resources={"GPU": 1}``, for ranks on Ray.
 
@@ -43,10 +43,13 @@ def start(n: int | None = None, *, on: Literal["ray"] | None = None, **options: 
         raise ValueError(f'start: on={on!r} is no place for ranks: on="ray", or None for this machine')
     if options and on is None:
         raise TypeError(f'start: {", ".join(options)} need on="ray"')
+    if on is not None and n is None:
+        raise ValueError('start: on="ray" needs the number of ranks')
+    place = None if on is None else _place(size, options)
     if (before := _running()) is not None:
         print(f"the {before.size} ranks that ran before are stopped")
         before.stop()
-    _current[:] = [cluster := Cluster(size, place=_place(size, options) if on else None)]
+    _current[:] = [cluster := Cluster(size, place=place)]
     with contextlib.suppress(ImportError):  # a plain program can work without IPython
         from easydist.notebook.magics import register
 
@@ -97,7 +100,7 @@ def notebook_launcher(
         use_port: Not used: the ranks meet without a port.
         master_addr: Not used.
         node_rank: Not used.
-        num_nodes: 1; the ranks of a notebook are on one machine.
+        num_nodes: 1; ``start(n, on="ray")`` starts ranks on several machines, which are reused.
         rdzv_backend: Not used.
         rdzv_endpoint: Not used.
         rdzv_conf: Not used.

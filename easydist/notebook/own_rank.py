@@ -46,6 +46,7 @@ class OwnRank:
 
     def __init__(self, rank: int, size: int, folder: str, namespace: dict[str, Any]) -> None:
         self._rank, self._size, self._folder, self.namespace = rank, size, folder, namespace
+        self._local_rank, self._local_size = _local()
         namespace |= {"rank": rank, "world_size": size, "torch": torch, "easydist": sys.modules["easydist"]}
 
     def join(
@@ -70,16 +71,18 @@ class OwnRank:
         store = FileStore(file, self._size) if address is None else reached(*address, _SECONDS)
         if variables:
             os.environ.update(variables)
+            self._local_rank, self._local_size = _local()
             ProcessState._reset_state()
         is_renewed = isinstance(dist.group.WORLD, SharedMemoryGroup) and self._is_on_one_host()
         own: dict[str, Any] = {group.group_name: group for group in torch_groups.known()} if is_renewed else {}
-        told = self._exchange({name: dist.get_process_group_ranks(group) for name, group in own.items()}, store)
+        ranks = {name: dist.get_process_group_ranks(group) for name, group in own.items()}
+        told, have_gpus = zip(*self._exchange(ranks, self._finds_gpu(owns_gpus), store), strict=True)
         if is_renewed:
             self._renew(own, told, store)
         else:
             if dist.is_initialized():  # gloo and nccl end with their group
                 dist.destroy_process_group()
-            self._create(store, _take_gpu(owns_gpus))
+            self._create(store, all(have_gpus), 0 if owns_gpus else self._local_rank)
         self._agree_on_new_groups(store, epoch)
 
     def _agree_on_new_groups(self, store: Store, epoch: int) -> None:
@@ -88,9 +91,16 @@ class OwnRank:
         torch_groups.set_default_store(PrefixStore(_NEW_GROUPS, store))
 
     def _is_on_one_host(self) -> bool:
-        return os.environ["LOCAL_WORLD_SIZE"] == str(self._size)
+        return self._local_size == self._size
 
-    def _create(self, store: Store, has_gpu: bool) -> None:
+    def _finds_gpu(self, owns_gpus: bool) -> bool:
+        """True if there is a GPU for this rank alone."""
+        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return seen >= (1 if owns_gpus else self._local_size)
+
+    def _create(self, store: Store, has_gpu: bool, device: int) -> None:
+        if has_gpu:
+            torch.cuda.set_device(device)
         own, place = PrefixStore(_TORCH, store), dict[str, Any](rank=self._rank, world_size=self._size)
         if self._is_on_one_host() and not has_gpu:
             with rendezvous_in(PrefixStore(_DEFAULT, store)):
@@ -99,14 +109,17 @@ class OwnRank:
             backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
             connect(lambda: dist.init_process_group(backend, store=own, **place), _SECONDS)
 
-    def _exchange(self, ranks: dict[str, list[int]], store: Store) -> list[dict[str, list[int]]]:
-        """Return the ranks of all groups by name, as each rank knows them."""
+    def _exchange(
+        self, ranks: dict[str, list[int]], has_gpu: bool, store: Store
+    ) -> list[tuple[dict[str, list[int]], bool]]:
+        """Return the ranks of all groups by name, as each rank knows them, and whether it has a GPU of its own."""
         place, limit = PrefixStore("groups", store), timedelta(seconds=_SECONDS)
         with Rendezvous(place, self._rank, self._size, limit, name="the notebook's ranks") as rendezvous:
-            told = rendezvous.exchange(json.dumps(ranks).encode())
-        return [decoded(f"the groups of rank {rank}", text, {str: [int]}) for rank, text in enumerate(told)]
+            told = rendezvous.exchange(json.dumps([ranks, has_gpu]).encode())
+        form = {str: [int]}, bool
+        return [tuple(decoded(f"the groups of rank {rank}", text, form)) for rank, text in enumerate(told)]
 
-    def _renew(self, own: dict[str, Any], told: list[dict[str, list[int]]], store: Store) -> None:
+    def _renew(self, own: dict[str, Any], told: Sequence[dict[str, list[int]]], store: Store) -> None:
         """Renew the default group, and those others that all their ranks know."""
         default: Any = dist.group.WORLD
         del own[default.group_name]
@@ -167,13 +180,9 @@ _NOT_PLAIN = (
 )
 
 
-def _take_gpu(owns_all: bool) -> bool:
-    """Choose the GPU of this rank; return False if the ranks of this host have fewer than one each."""
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if seen < (1 if owns_all else int(os.environ["LOCAL_WORLD_SIZE"])):
-        return False
-    torch.cuda.set_device(0 if owns_all else int(os.environ["LOCAL_RANK"]))
-    return True
+def _local() -> tuple[int, int]:
+    """Return the rank on this host, and the number of ranks here, as the launcher's variables tell them now."""
+    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 @contextlib.contextmanager

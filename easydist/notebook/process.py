@@ -44,13 +44,13 @@ _FROM_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_COMM_WORLD_", "PMI_
 _GRACE = 1.0
 """Seconds within which a killed process is collected."""
 
-_LARGE = 1 << 16
+LARGE = 1 << 16
 """The bytes beyond which a piece of text is large."""
 
 _LARGEST_LOG = 1 << 24
 """The bytes beyond which the log is emptied."""
 
-_DRAIN = 0.05
+DRAIN = 0.05
 """Seconds for which the messages of one connection are read before something else has its turn."""
 
 
@@ -80,7 +80,7 @@ class RankProcess(Rank):
         rank: Its number.
         meeting: The first meeting of the ranks that it joins: arguments of ``OwnRank.join``.
         home: The cluster's resources.
-        variables: Variables in place of those of ranks on one machine.
+        variables: Variables in place of those of ranks on one machine; an empty one is removed.
     """
 
     def __init__(self, rank: int, meeting: dict[str, Any], home: Home, variables: Mapping[str, str]) -> None:
@@ -94,7 +94,7 @@ class RankProcess(Rank):
         path = [place for place in places if isinstance(place, str)]  # Python itself ignores all others
         settings = {"rank": rank, "size": home.size, "meeting": meeting, "folder": str(home.folder), "path": path}
         settings |= {"connection_file": file, "lifeline": home.lifeline, "parent": os.getpid()}
-        self._process = self._start(settings, home.lifeline, {**_environment(rank, home), **variables})
+        self._process = self._start(settings, home.lifeline, _environment(rank, home, variables))
         super().__init__(rank, self._process.pid, socket.gethostname())
         self._page: PeerPage | None = None
         self.shell, self.iopub = home.context.socket(zmq.DEALER), home.context.socket(zmq.SUB)
@@ -127,9 +127,9 @@ class RankProcess(Rank):
     def arrived(self, drops: bool) -> Iterator[dict[str, Any]]:
         self._shorten_log()
         for connection in self.connections:
-            deadline = time.monotonic() + _DRAIN
+            deadline = time.monotonic() + DRAIN
             while time.monotonic() <= deadline and (frames := _received(connection)):
-                if not (drops and frames[0].startswith(b"stream.") and sum(map(len, frames)) > _LARGE):
+                if not (drops and frames[0].startswith(b"stream.") and sum(map(len, frames)) > LARGE):
                     yield self._session.deserialize(self._session.feed_identities(frames)[1])
 
     def _shorten_log(self) -> None:
@@ -206,11 +206,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _environment(rank: int, home: Home) -> dict[str, str]:
+def _environment(rank: int, home: Home, variables: Mapping[str, str]) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FROM_LAUNCHERS)}
     env.pop("MPLBACKEND", None)  # the notebook's own kernel has set it
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // home.size)))
     env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     place = {"RANK": rank, "WORLD_SIZE": home.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": home.size}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": home.port, "PYDEVD_DISABLE_FILE_VALIDATION": 1}
-    return env | {name: str(value) for name, value in (place | address).items()}
+    env |= {name: str(value) for name, value in (place | address).items()}
+    return {name: value for name, value in {**env, **variables}.items() if variables.get(name) != ""}

@@ -58,7 +58,11 @@ class Rank(ABC):
             buffers: Bytes for it.
         """
         self.request, self.unanswered = secrets.token_hex(16), {"execute_reply", "status"}
-        self.post(self.request, source, meta, buffers)
+        try:
+            self.post(self.request, source, meta, buffers)
+        except BaseException:
+            self.unanswered = set()
+            raise
 
     def still_runs(self) -> bool:
         """True if the last request has not ended. Messages that have arrived from it since are dropped."""

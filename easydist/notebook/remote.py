@@ -14,6 +14,7 @@ from easydist.cluster import failures
 from easydist.cluster.facts import Facts
 from easydist.liveness.page import PageEntry
 from easydist.notebook.keeper import Told
+from easydist.notebook.process import DRAIN, LARGE
 from easydist.notebook.rank import Rank, Usage
 
 _EVERY = 0.25
@@ -49,44 +50,67 @@ class RemoteRank(Rank):
         self._loss = ""
         self._killed: Any = None
         self._drops = self._is_closed = False
-        self._wakes, self._wake = os.pipe()
-        for end in (self._wakes, self._wake):  # the pipe fills up if nobody waits
+        self._ends = [*os.pipe()]
+        self._wakes, self._wake = self._ends
+        for end in self._ends:  # the pipe fills up if nobody waits
             os.set_blocking(end, False)
         self._thread = threading.Thread(target=self._listen, name=f"easydist-rank-{rank}", daemon=True)
         self._thread.start()
 
     def _listen(self) -> None:
         """Hear the news of the rank until it is closed, or its actor has ended."""
+        try:
+            while not self._is_closed:
+                self._hear()
+        except BaseException as error:  # Ray raises SystemExit in threads when its connection ends
+            loss = "Ray has no connection to it any more"
+            with contextlib.suppress(Exception):
+                loss = failures.end_of(self._facts, error)
+            self._loss = loss
+        self._notify()
+
+    def _hear(self) -> None:
         import ray
 
-        while not self._is_closed:
-            try:
-                told: Told = ray.get(self._keeper.told.remote(_EVERY, self._drops))
-            except Exception as error:
-                self._loss = "Ray has no connection to it any more"
-                with contextlib.suppress(Exception):
-                    self._loss = failures.end_of(self._facts, error)
-                break
-            self._offset = self._offset or time.monotonic() - told.now
-            self._messages += told.messages
-            self._told, self._told_at = told, time.monotonic()
-            if told.messages:
-                self._notify()
-        self._notify()
+        asked_at = time.monotonic()
+        told: Told = ray.get(self._call("told", _EVERY, self._drops))
+        self._offset = self._offset or time.monotonic() - told.now
+        self._messages += told.messages
+        self._told, self._told_at = told, asked_at
+        if told.messages:
+            self._notify()
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call a method of the actor.
+
+        Raises:
+            ConnectionError: Ray is not connected; a call would start a cluster of its own.
+        """
+        import ray
+
+        if not ray.is_initialized():
+            raise ConnectionError(f"Ray is not connected to the node of rank {self.rank} any more")
+        return getattr(self._keeper, method).remote(*args)
 
     def _notify(self) -> None:
         with contextlib.suppress(OSError):  # it is full, or closed
             os.write(self._wake, b"!")
 
     def post(self, request: str, source: str, meta: dict[str, Any], buffers: Sequence[Any]) -> None:
-        self._keeper.post.remote(request, source, meta, [bytes(buffer) for buffer in buffers])
+        self._drops = False
+        self._call("post", request, source, meta, [bytes(buffer) for buffer in buffers])
 
     def arrived(self, drops: bool) -> Iterator[dict[str, Any]]:
         self._drops = drops
         with contextlib.suppress(BlockingIOError):
             os.read(self._wakes, 1 << 12)
-        for _ in range(len(self._messages)):
-            yield self._messages.popleft()
+        deadline = time.monotonic() + DRAIN
+        while self._messages and time.monotonic() <= deadline:
+            message = self._messages.popleft()
+            if not (drops and message["msg_type"] == "stream" and len(message["content"]["text"]) > LARGE):
+                yield message
+        if self._messages:
+            self._notify()
 
     @property
     def connections(self) -> Sequence[int]:
@@ -106,41 +130,42 @@ class RemoteRank(Rank):
 
     @property
     def has_ended(self) -> bool:
-        return bool(self._loss) or (self._told is not None and self._told.has_ended)
+        return bool(self._loss) or self._is_closed or (self._told is not None and self._told.has_ended)
 
     def status(self) -> int | None:
         return None if self._told is None else self._told.status
 
     def end(self) -> str:
-        return self._told.end if self._told is not None and self._told.has_ended else self._loss
+        if self._told is not None and self._told.has_ended:
+            return self._told.end
+        return "stopped" if self._is_closed else self._loss
 
     def interrupt(self) -> None:
         if not self.has_ended:
-            self._keeper.interrupt.remote()
+            self._call("interrupt")
 
     def kill(self) -> None:
-        import ray
-
         self._is_closed = True
-        with contextlib.suppress(Exception):  # Ray is no longer connected to this cluster, which has ended the rank
-            if self._killed is None and ray.is_initialized():
-                self._killed = self._keeper.kill.remote()
+        with contextlib.suppress(Exception):  # Ray has ended the rank with its own connection
+            self._killed = self._killed or self._call("kill")
 
     def close(self) -> None:
         import ray
 
         self.kill()
         with contextlib.suppress(Exception):
-            if ray.is_initialized():
-                ray.wait([self._killed], timeout=_ANSWERS)
-                ray.kill(self._keeper)
+            ray.wait([self._killed], timeout=_ANSWERS)
+        with contextlib.suppress(Exception):
+            ray.kill(self._keeper)
         self._thread.join(_ANSWERS)
-        os.close(self._wakes)
-        os.close(self._wake)
+        if not self._thread.is_alive():  # which might write to what has the same number then
+            for end in self._ends:
+                os.close(end)
+            self._ends = []
 
     def log(self) -> str:
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError):
-            return str(ray.get(self._keeper.log.remote(), timeout=_ANSWERS))
+            return str(ray.get(self._call("log"), timeout=_ANSWERS))
         return ""

@@ -153,8 +153,8 @@ MUTANTS = [
     Mutant(
         "notebook/own_rank.py",
         "OwnRank._is_on_one_host",
-        "== str(self._size)",
-        '!= "0"',
+        "self._local_size == self._size",
+        "self._local_size > 0",
         "tests/notebook/test_on_ray.py::test_the_ranks_of_two_nodes_outlive_one_of_them",
     ),
     Mutant(
@@ -169,6 +169,6 @@ MUTANTS = [
         "RemoteRank.has_ended",
         "bool(self._loss) or ",
         "",
-        "tests/notebook/test_on_ray.py::test_an_actor_that_ends_ends_its_kernel",
+        "tests/notebook/test_on_ray.py::test_an_actor_that_ends_ends_its_kernel_and_what_that_has_started",
     ),
 ]

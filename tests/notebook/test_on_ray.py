@@ -93,11 +93,38 @@ def test_a_killed_kernel_is_named_and_replaced(ranks):
     assert ranks.pull("kept") == [0, None]
 
 
-def test_an_actor_that_ends_ends_its_kernel(ranks):
-    row = ranks.status()[0]
+def test_a_restart_that_fails_ends_no_other_rank(ranks, monkeypatch):
+    def refuses(*_):
+        raise CollectiveTimeout("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks._place, "meeting", refuses)
+        with pytest.raises(CollectiveTimeout, match=r"^no room$"):
+            ranks.restart(ranks=[1])
+    assert [row.state for row in ranks.status()] == ["idle", "stopped"]
+    ranks.restart(ranks=[1])
+    ranks.execute("kept = globals().get('kept')")
+    assert ranks.pull("kept") == [0, None]
+
+
+def test_what_cannot_be_is_refused_before_the_running_ranks_are_stopped(ranks):
+    with pytest.raises(ValueError, match="on='slurm' is no place for ranks"):
+        easydist.notebook.start(2, on="slurm")
+    with pytest.raises(ValueError, match="needs the number of ranks"):
+        easydist.notebook.start(on="ray")
+    with pytest.raises(ValueError, match="strategy='PAC' is none of PACK"):
+        easydist.notebook.start(2, on="ray", strategy="PAC")
+    with pytest.raises(TypeError, match=r'start: resources need on="ray"'):
+        easydist.notebook.start(2, resources={"GPU": 1})
+    assert ranks.pull("kept") == [0, 1]
+
+
+def test_an_actor_that_ends_ends_its_kernel_and_what_that_has_started(ranks):
+    ranks.execute("import subprocess\nchild = subprocess.Popen(['sleep', '600']).pid")
+    row, child = ranks.status()[0], ranks.pull("child")[0]
     keeper = psutil.Process(row.pid).parent()
     keeper.kill()
-    until(lambda: not psutil.pid_exists(row.pid))
+    until(lambda: not psutil.pid_exists(row.pid) and not psutil.pid_exists(child))
     with pytest.raises(RankLostError, match=r"^rank 0 is lost: cluster\.restart\(ranks=\[0\]\) replaces it"):
         until(lambda: ranks.execute("1"))
     assert ranks.status()[0].state == "the actor that started it was killed, or crashed"
@@ -140,11 +167,7 @@ def test_the_ranks_of_two_nodes_outlive_one_of_them(cluster, tmp_path, capfd):
         assert ranks.pull("kept") == 2 * [[None if rank == mortal else rank for rank in range(2)]]
 
 
-def test_what_cannot_be_is_refused(cluster):
-    with pytest.raises(ValueError, match="on='slurm' is no place for ranks"):
-        easydist.notebook.start(2, on="slurm")
-    with pytest.raises(TypeError, match=r'start: resources need on="ray"'):
-        easydist.notebook.start(2, resources={"GPU": 1})
+def test_too_few_resources_are_told(cluster):
     with pytest.raises(CollectiveTimeout, match=r"^Ranks: 2 ranks with nothing 1 each"):
         easydist.notebook.start(2, on="ray", resources={"nothing": 1}, timeout=1)
 
