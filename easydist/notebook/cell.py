@@ -15,7 +15,7 @@ import zmq
 from easydist.notebook.failures import CellError, CellInterrupted, RankLostError, fitting, named
 from easydist.notebook.output import Output
 from easydist.notebook.process import VALUE
-from easydist.notebook.rank import Rank
+from easydist.notebook.rank import RankHandle
 from easydist.notebook.status import Pages, Wait, where
 
 _TICK = 50
@@ -58,7 +58,9 @@ class Cell:
         number: The number of the cell, as the notebook counts.
     """
 
-    def __init__(self, ranks: Sequence[Rank], everyone: Sequence[Rank], output: Output, number: int) -> None:
+    def __init__(
+        self, ranks: Sequence[RankHandle], everyone: Sequence[RankHandle], output: Output, number: int
+    ) -> None:
         self._ranks = {rank.rank: rank for rank in ranks}
         self._everyone, self._output, self._number = list(everyone), output, number
         self.outcomes = {rank: Outcome() for rank in self._ranks}

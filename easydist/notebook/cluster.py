@@ -15,7 +15,7 @@ from easydist.notebook.output import Notebook, Output, Sink
 
 if TYPE_CHECKING:
     from easydist.notebook.cell import Cell, Outcome
-    from easydist.notebook.rank import Place, Rank
+    from easydist.notebook.rank import Place, RankHandle
     from easydist.notebook.status import Status
 
 STARTS_WITHIN = 120.0
@@ -57,7 +57,7 @@ class Cluster:
         self._owner, self._lock = os.getpid(), threading.RLock()
         self._place: Place = place or Machine(size)
         self._is_stopped = False
-        self._ranks: list[Rank] = []
+        self._ranks: list[RankHandle] = []
         self._cell: Cell | None = None
         atexit.register(self.stop)
         try:
@@ -94,7 +94,7 @@ class Cluster:
             raise
         self._needs_meeting = False
 
-    def _give_up_meeting(self, ranks: Sequence[Rank]) -> None:
+    def _give_up_meeting(self, ranks: Sequence[RankHandle]) -> None:
         """Stop these ranks from waiting for the others."""
         deadline = time.monotonic() + _GIVES_UP_WITHIN
         for rank in ranks:
@@ -168,7 +168,7 @@ class Cluster:
             finally:
                 self._cell = None
 
-    def _chosen(self, ranks: Collection[int] | None) -> list[Rank]:
+    def _chosen(self, ranks: Collection[int] | None) -> list[RankHandle]:
         """Return the requested ranks, after making sure that all of them are alive and idle.
 
         Raises:
@@ -398,7 +398,7 @@ def _cell_number() -> int | None:
     return len(shell.user_ns.get("In", ())) - 1 if shell is not None else None
 
 
-def _demand_success(rank: Rank, message: dict[str, Any]) -> None:
+def _demand_success(rank: RankHandle, message: dict[str, Any]) -> None:
     """Check a message from a rank that starts, or meets the others.
 
     Raises:
@@ -409,6 +409,6 @@ def _demand_success(rank: Rank, message: dict[str, Any]) -> None:
         raise RuntimeError(f"{named([rank.rank])} could not join the others:\n{text}")
 
 
-def _log(rank: Rank) -> str:
+def _log(rank: RankHandle) -> str:
     log = rank.log()
     return f"; its output:\n{log}" if log else ""

@@ -9,7 +9,7 @@ from easydist.base.wording import numbers
 from easydist.errors import PeerLostError, RemoteError
 
 if TYPE_CHECKING:
-    from easydist.notebook.rank import Rank
+    from easydist.notebook.rank import RankHandle
 
 
 class _Short:
@@ -51,7 +51,7 @@ class RankLostError(_Short, PeerLostError):
     """The process of a rank has ended. The attributes are those of the first one."""
 
     @classmethod
-    def of(cls, text: str, process: Rank) -> RankLostError:
+    def of(cls, text: str, process: RankHandle) -> RankLostError:
         """Return the error for the loss of a rank."""
         error = cls(text)
         error.rank, error.pid, error.exit_status = process.rank, process.pid, process.status()

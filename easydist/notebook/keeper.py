@@ -79,7 +79,7 @@ class Keeper(Actor):
         return self._process.pid, ", ".join(map(str, ray.get_gpu_ids()))
 
     def post(self, *request: Any) -> None:
-        """Send a request to the kernel: arguments of ``Rank.post``."""
+        """Send a request to the kernel: arguments of ``RankHandle.post``."""
         self._requests.append(request)
         os.write(self._wake, b"!")
 
@@ -88,7 +88,7 @@ class Keeper(Actor):
 
         Args:
             seconds: How long to wait for messages.
-            drops: As for ``Rank.messages``.
+            drops: As for ``RankHandle.messages``.
         """
         if self._wakes in dict(self._poller.poll(1000 * seconds)):
             os.read(self._wakes, 1 << 12)

@@ -26,7 +26,7 @@ from jupyter_client.session import Session
 
 from easydist.liveness.page import PageEntry, PeerPage
 from easydist.liveness.texts import status_text
-from easydist.notebook.rank import Rank, Usage
+from easydist.notebook.rank import RankHandle, Usage
 
 META = "easydist"
 """The key of a request's metadata: ``number`` is the cell's; ``action`` and its arguments replace the source."""
@@ -73,7 +73,7 @@ class Home:
     context: zmq.Context[Any]
 
 
-class RankProcess(Rank):
+class RankProcess(RankHandle):
     """A rank whose process is on this machine.
 
     Args:

@@ -23,7 +23,7 @@ class Usage(NamedTuple):
     is_stopped: bool = False
 
 
-class Rank(ABC):
+class RankHandle(ABC):
     """A rank of a cluster.
 
     Args:
@@ -164,7 +164,7 @@ class Place(Protocol):
             What each rank needs for it: arguments of ``OwnRank.join``.
         """
 
-    def begin(self, meetings: Mapping[int, dict[str, Any]]) -> Iterator[Rank]:
+    def begin(self, meetings: Mapping[int, dict[str, Any]]) -> Iterator[RankHandle]:
         """Start the processes of ranks, each for the meeting that it joins."""
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from easydist.cluster.facts import Facts
 from easydist.liveness.page import PageEntry
 from easydist.notebook.keeper import Told
 from easydist.notebook.process import DRAIN, LARGE
-from easydist.notebook.rank import Rank, Usage
+from easydist.notebook.rank import RankHandle, Usage
 
 _EVERY = 0.25
 """Seconds after which a rank without messages is told."""
@@ -27,7 +27,7 @@ _ANSWERS = 5.0
 """Seconds within which a node answers."""
 
 
-class RemoteRank(Rank):
+class RemoteRank(RankHandle):
     """A rank on a node of a Ray cluster.
 
     Args:
@@ -59,13 +59,16 @@ class RemoteRank(Rank):
 
     def _listen(self) -> None:
         """Hear the news of the rank until it is closed, or its actor has ended."""
+        import ray
+
         try:
             while not self._is_closed:
                 self._hear()
         except BaseException as error:  # Ray raises SystemExit in threads when its connection ends
             loss = "Ray has no connection to it any more"
             with contextlib.suppress(Exception):
-                loss = failures.end_of(self._facts, error)
+                if ray.is_initialized():  # otherwise a question would start a cluster
+                    loss = failures.end_of(self._facts, error)
             self._loss = loss
         self._notify()
 
@@ -153,10 +156,11 @@ class RemoteRank(Rank):
         import ray
 
         self.kill()
-        with contextlib.suppress(Exception):
-            ray.wait([self._killed], timeout=_ANSWERS)
-        with contextlib.suppress(Exception):
-            ray.kill(self._keeper)
+        if ray.is_initialized():  # otherwise these would start a cluster
+            with contextlib.suppress(Exception):
+                ray.wait([self._killed], timeout=_ANSWERS)
+            with contextlib.suppress(Exception):
+                ray.kill(self._keeper)
         self._thread.join(_ANSWERS)
         if not self._thread.is_alive():  # which might write to what has the same number then
             for end in self._ends:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from easydist.base import html
 from easydist.cli.ranks import awaited_by, placed
 from easydist.liveness.page import PageEntry
-from easydist.notebook.rank import Rank
+from easydist.notebook.rank import RankHandle
 
 _COUNTS_ALL = "easydist_shm"
 """A group of this name also counts messages of two ranks, so numbers do not show which rank is behind."""
@@ -70,7 +70,7 @@ class Pages:
         ranks: The ranks.
     """
 
-    def __init__(self, ranks: Iterable[Rank]) -> None:
+    def __init__(self, ranks: Iterable[RankHandle]) -> None:
         self._ranks = {rank.rank: rank for rank in ranks}
 
     def entries(self) -> dict[int, list[PageEntry]]:
@@ -205,7 +205,7 @@ class Status(list[RankStatus]):
         )
 
 
-def look(ranks: Sequence[Rank], running: Collection[int], number: int) -> Status:
+def look(ranks: Sequence[RankHandle], running: Collection[int], number: int) -> Status:
     """Return the state of the ranks, without asking them.
 
     Args:
@@ -217,7 +217,7 @@ def look(ranks: Sequence[Rank], running: Collection[int], number: int) -> Status
     return Status(_state(rank, waits.get(rank.rank), rank.rank in running, number) for rank in ranks)
 
 
-def _state(rank: Rank, wait: Wait | None, runs: bool, number: int) -> RankStatus:
+def _state(rank: RankHandle, wait: Wait | None, runs: bool, number: int) -> RankStatus:
     if rank.has_ended:
         return RankStatus(rank.rank, rank.pid, rank.end(), node=rank.node, gpus=rank.gpus)
     memory, is_stopped = rank.usage()

@@ -14,7 +14,7 @@ import easydist.notebook
 from easydist import CollectiveTimeout
 from easydist.notebook import CellError, CellInterrupted, RankLostError
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 pytest.importorskip("ipykernel", reason="needs ipykernel")
 pytestmark = MARKS
 
@@ -59,7 +59,9 @@ def when(begun, act):
 def test_values_functions_and_output_travel(ranks, capfd):
     ranks.push(x={"a": [1, 2]})
     ranks.execute("print('mean', easydist.reduce(torch.tensor(1.0 + rank)).item(), x['a'])\nrank")
-    assert capfd.readouterr().out == "ranks 0–1: mean 1.5 [1, 2]\nrank 0: 0\nrank 1: 1\n"
+    out = capfd.readouterr().out  # equal lines are shown as one unless the machine is slow
+    assert ": mean 1.5 [1, 2]\n" in out
+    assert out.endswith("rank 0: 0\nrank 1: 1\n")
     assert ranks.pull("kept") == [0, 1]
     assert ranks.run(lambda power: 2**power, 3) == [8, 8]
     assert [(row.node, row.state) for row in ranks.status()] == 2 * [(HEAD, "idle")]
@@ -151,7 +153,7 @@ def test_the_ranks_of_two_nodes_outlive_one_of_them(cluster, tmp_path, capfd):
         nodes = [row.node for row in ranks.status()]
         assert sorted(nodes) == [HEAD, MORTAL]
         ranks.execute("kept = rank\nprint(easydist.gather(rank).tolist(), easydist.ProcessState().num_nodes)")
-        assert capfd.readouterr().out == "ranks 0–1: [0, 1] 2\n"
+        assert ": [0, 1] 2\n" in capfd.readouterr().out
         with pytest.raises(CellError, match=r"^rank 0: ValueError: bad\nrank 1 waited for rank 0 in gather"):
             ranks.execute("if rank == 0: raise ValueError('bad')\neasydist.gather(rank)")
         mortal, begun = nodes.index(MORTAL), tmp_path / "begun"
@@ -178,9 +180,24 @@ def test_the_ranks_of_a_notebook_end_with_it(cluster, monkeypatch):
     with kernel() as notebook:
         notebook.good("import easydist.notebook")
         notebook.good("cluster = easydist.notebook.start(2, on='ray', resources={'rank': 1})", seconds=60)
-        assert notebook.good("%%ranks\nprint(easydist.gather(rank).tolist())").out == "ranks 0–1: [0, 1]\n"
+        assert ": [0, 1]\n" in notebook.good("%%ranks\nprint(easydist.gather(rank).tolist())").out
         pids = json.loads(notebook.good("[row.pid for row in cluster.status()]").results[0]["text/plain"])
         assert "node" in notebook.good("cluster.status()").results[0]["text/html"]
         assert "Interrupted" in notebook.interrupted_in("", "%%ranks\nprint('ready')\nwhile True: pass")
         psutil.Process(notebook.pid).kill()
         until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_a_cluster_that_the_program_has_left_takes_the_ranks_with_it(cluster):
+    with started(1) as ranks:
+        pid = ranks.status()[0].pid
+        ray.shutdown()
+        try:
+            until(lambda: ranks.status()[0].state == "Ray has no connection to it any more")
+            with pytest.raises(RankLostError, match="rank 0 is lost"):
+                ranks.execute("1")
+            ranks.stop()
+            assert not ray.is_initialized()  # no question has started a cluster
+            until(lambda: not psutil.pid_exists(pid))
+        finally:
+            ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False, _node_ip_address=HEAD)
