@@ -27,8 +27,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 PRELOADED = ["easydist.testing.worker", "pytest", "hypothesis", "torchmetrics", "torcheval.metrics", "tensordict"]
 """The modules that the fork server loads once for all ranks: each rank would need five seconds for them."""
 
-LONGEST = "tests/test_leaks.py"
-"""The file that waits longest, with the processor idle."""
+LONGEST = ("tests/test_leaks.py", "tests/slurm/")
+"""The files that wait longest, with the processor idle."""
 
 unmarked = []
 """Lines about slow tests that are not marked slow."""
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config, items):
     if not IS_STRESS:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("battery")])
         items[:] = [item for item in items if not item.get_closest_marker("battery")]
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))  # which otherwise ends alone
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))  # which otherwise end alone
 
 
 def pytest_collection_finish():
