@@ -1,5 +1,6 @@
 """easydist in the jobs of a real SLURM cluster of two nodes."""
 
+import contextlib
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import sys
 import time
 
 import launching
+import psutil
 import pytest
 from launching import within
 
@@ -183,10 +185,21 @@ def test_a_job_that_is_requeued_meets_again(slurm, script, tmp_path):
         time.sleep(0.1)
     assert slurm.run("scontrol", "requeue", job).returncode == 0
     until = time.monotonic() + within(60)
+    ended = time.time()
+    while has_steps(job) or int(time.time()) <= int(ended):  # a node refuses what begins in the second of the end
+        assert time.monotonic() < until
+        time.sleep(0.1)
     while (out := (tmp_path / "out").read_text()).count("[0, 1, 2, 3]") < 8:
         slurm.run("scontrol", "update", f"jobid={job}", "starttime=now")  # it would wait for two minutes
         assert time.monotonic() < until, out + slurm.run("scontrol", "show", "job", job).stdout
         time.sleep(0.2)
+
+
+def has_steps(job):
+    """True while a step of a job runs on this machine."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(f"slurmstepd: [{job}." in " ".join(process.cmdline()) for process in psutil.process_iter())
+    return True
 
 
 def easydist_run(slurm, *options, folder, status=0, **variables):
