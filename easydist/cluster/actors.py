@@ -7,18 +7,20 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from easydist.agreement.calling import seconds
 from easydist.cluster import failures
-from easydist.cluster.connection import connect, disconnect, environment
+from easydist.cluster.connection import connect, demand_ray, disconnect, environment
 from easydist.cluster.facts import Facts
 from easydist.cluster.placement import STRATEGIES, Placement
 from easydist.errors import PeerLostError
+from easydist.typing import Timeout
 
 _LOOKS_EVERY = 1.0
 """Seconds after which somebody may look what keeps the answers."""
 
 
 class Actors:
-    """One actor for each rank, in a placement group. ``start`` creates them.
+    """One actor for each rank, in a placement group. ``start`` creates them, and asks the cluster for nothing before.
 
     Args:
         kind: Their class, a ``worker.Actor``; it is created with its rank.
@@ -29,15 +31,15 @@ class Actors:
         runtime_env: Ray's runtime environment; local folders are uploaded.
         address: The cluster, as in ``ray.init``.
         ship: True to send the driver's easydist along; None to do so unless all nodes are this machine.
-        limit: Seconds to wait for resources, and for a start.
+        timeout: How long to wait for resources, and for a start.
 
     Attributes:
         facts: The processes of those that have started, by rank, also after their end.
-        deadline: The time until which the first start may take, on the clock of ``time.monotonic``.
+        resources: The resources of each.
+        limit: ``timeout`` in seconds.
 
     Raises:
         ValueError: ``size``, ``resources``, ``strategy`` or ``nodes`` cannot be met by any cluster.
-        CollectiveTimeout: The resources were not free in time. Nothing is left behind.
         ImportError: Ray is not installed.
     """
 
@@ -45,28 +47,25 @@ class Actors:
         self,
         kind: type[Any],
         size: int,
-        resources: Mapping[str, float] | None,
-        strategy: str,
-        nodes: int | None,
-        runtime_env: dict[str, Any] | None,
-        address: str | None,
-        ship: bool | None,
-        limit: float,
+        *,
+        resources: Mapping[str, float] | None = None,
+        strategy: str = "PACK",
+        nodes: int | None = None,
+        runtime_env: dict[str, Any] | None = None,
+        address: str | None = None,
+        ship: bool | None = None,
+        timeout: Timeout = 300.0,
     ) -> None:
-        asked = {"CPU": 1} if resources is None else resources
-        demand_possible(size, asked, strategy, nodes)
-        self._kind, self._limit = kind, limit
+        self.resources: dict[str, float] = {"CPU": 1} if resources is None else dict(resources)
+        _demand_possible(size, self.resources, strategy, nodes)
+        demand_ray()
+        self._kind, self._size, self._strategy, self._nodes = kind, size, strategy, nodes
+        self._asked_environment, self._address, self._ship = runtime_env, address, ship
+        self.limit = seconds(timeout, "Ranks")
         self._by_rank = dict[int, Any]()
         self.facts = dict[int, Facts]()
         self._placement: Placement | None = None
-        self._has_connected = connect(address, size * asked.get("CPU", 0))
-        try:
-            self.deadline = time.monotonic() + limit
-            self._environment = environment(runtime_env, ship)
-            self._placement = Placement(size, asked, strategy, limit, nodes)
-        except BaseException:
-            self.close()
-            raise
+        self._has_connected = False
 
     @property
     def is_open(self) -> bool:
@@ -80,18 +79,26 @@ class Actors:
         """Return ranks with their actors."""
         return self._by_rank.items()
 
-    def start(self, ranks: Collection[int], deadline: float) -> None:
+    def start(self, ranks: Collection[int]) -> float:
         """Start the actors of ranks, in place of those that they have; without all of them there is none.
 
         Args:
             ranks: The ranks.
-            deadline: The time until which it may take, on the clock of ``time.monotonic``.
+
+        Returns:
+            The time until which the ranks may take to meet, on the clock of ``time.monotonic``.
 
         Raises:
             PeerLostError: One has ended.
             RuntimeError: A node has other versions of Python or torch.
-            CollectiveTimeout: One has not been started in time.
+            CollectiveTimeout: The resources were not free in time, or one has not been started in time.
         """
+        if self._placement is None:
+            self._has_connected = connect(self._address, self._size * self.resources.get("CPU", 0))
+        deadline = time.monotonic() + self.limit
+        if self._placement is None:
+            self._environment = environment(self._asked_environment, self._ship)
+            self._placement = Placement(self._size, self.resources, self._strategy, self.limit, self._nodes)
         for rank in ranks:
             self.end(rank)
         try:
@@ -100,6 +107,7 @@ class Actors:
             for rank in ranks:
                 self.end(rank)
             raise
+        return deadline
 
     def _started(self, ranks: Collection[int], deadline: float) -> dict[int, Facts]:
         found: dict[int, Facts] = {}
@@ -152,7 +160,7 @@ class Actors:
     def give_up(self) -> None:
         """Raise the error for ranks that are not started in time."""
         assert self._placement is not None
-        raise self._placement.too_little(self._limit)
+        raise self._placement.too_little(self.limit)
 
     def end(self, rank: int) -> None:
         """End the actor of a rank, if it has one."""
@@ -178,12 +186,7 @@ class Actors:
             disconnect()
 
 
-def demand_possible(size: int, resources: Mapping[str, float], strategy: str, nodes: int | None) -> None:
-    """Check arguments of ``Actors``.
-
-    Raises:
-        ValueError: No cluster can meet them.
-    """
+def _demand_possible(size: int, resources: Mapping[str, float], strategy: str, nodes: int | None) -> None:
     if size < 1:
         raise ValueError(f"Ranks: size={size} is less than 1")
     if strategy not in STRATEGIES:
@@ -191,4 +194,4 @@ def demand_possible(size: int, resources: Mapping[str, float], strategy: str, no
     if nodes is not None and (nodes < 1 or size % nodes):
         raise ValueError(f"Ranks: {size} ranks cannot be {size / max(nodes, 1):g} on each of nodes={nodes}")
     if not resources or min(resources.values()) < 0 or not any(resources.values()):
-        raise ValueError(f"Ranks: resources={dict(resources)} name no amount of anything; one CPU is {{'CPU': 1}}")
+        raise ValueError(f"Ranks: resources={resources} name no amount of anything; one CPU is {{'CPU': 1}}")

@@ -30,10 +30,8 @@ def connect(address: str | None, cpus: float) -> bool:
         True if this process was not connected before, so that the caller ends what this has begun.
 
     Raises:
-        ImportError: Ray is not installed.
         ConnectionError: There is no cluster at this address.
     """
-    demand_ray("easydist.ray.Ranks")
     import ray
 
     if ray.is_initialized():
@@ -46,11 +44,8 @@ def connect(address: str | None, cpus: float) -> bool:
     return True
 
 
-def demand_ray(who: str) -> None:
+def demand_ray() -> None:
     """Make sure that Ray is installed.
-
-    Args:
-        who: What needs it.
 
     Raises:
         ImportError: It is not.
@@ -58,7 +53,7 @@ def demand_ray(who: str) -> None:
     try:
         import ray  # noqa: F401
     except ImportError as error:
-        raise ImportError(needs(who, "ray", "ray")) from error
+        raise ImportError(needs("easydist.ray.Ranks", "ray", "ray")) from error
 
 
 def disconnect() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from easydist import settings
-from easydist.agreement.calling import seconds
 from easydist.cluster import failures
 from easydist.cluster.actors import Actors
 from easydist.cluster.signals import interrupt
@@ -70,14 +69,23 @@ class Ranks:
         ship: bool | None = None,
         timeout: Timeout = 300.0,
     ) -> None:
-        self.size, self._limit, self._epoch, self._needs_meeting = size, seconds(timeout, "Ranks"), 0, True
+        self.size, self._epoch, self._needs_meeting = size, 0, True
         self._variables = dict[int, dict[str, str]]()
         self._lost = dict[int, PeerLostError]()
         self._busy = dict[Any, int]()
-        place = resources, strategy, nodes, runtime_env, address, ship
-        self._actors = Actors(RankActor, size, *place, self._limit)
+        self._actors = Actors(
+            RankActor,
+            size,
+            resources=resources,
+            strategy=strategy,
+            nodes=nodes,
+            runtime_env=runtime_env,
+            address=address,
+            ship=ship,
+            timeout=timeout,
+        )
         try:
-            self._start(range(size), self._actors.deadline)
+            self._start(range(size))
         except BaseException:
             self.close()
             raise
@@ -90,11 +98,11 @@ class Ranks:
 
     # Actors and worlds.
 
-    def _start(self, ranks: Sequence[int], deadline: float) -> None:
+    def _start(self, ranks: Sequence[int]) -> None:
         """Start the actors of ranks, and let all ranks enter a new world."""
         self._needs_meeting = True
         try:
-            self._actors.start(ranks, deadline)
+            deadline = self._actors.start(ranks)
         except BaseException as error:
             for rank in ranks:
                 self._lost[rank] = PeerLostError(f"run: rank {rank} was not started: {error}")
@@ -174,7 +182,7 @@ class Ranks:
         message = _packed(fn, args, kwargs)
         self._demand_ready()
         if self._needs_meeting:
-            self._meet(time.monotonic() + self._limit)
+            self._meet(time.monotonic() + self._actors.limit)
         sent = ray.put(message)
         self._busy = {actor.call.remote(sent): rank for rank, actor in self._actors.items()}
         answers: dict[int, Outcome | PeerLostError] = {}
@@ -268,7 +276,7 @@ class Ranks:
         for rank in again:
             self._lost.pop(rank, None)
         self._busy.clear()
-        self._start(again, time.monotonic() + self._limit)
+        self._start(again)
 
     def close(self) -> None:
         """End the ranks, give their resources back, and leave the cluster; one that was started for them ends."""

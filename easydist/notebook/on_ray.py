@@ -6,54 +6,37 @@ import functools
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from easydist import settings
-from easydist.agreement.calling import seconds
 from easydist.cluster import failures
-from easydist.cluster.actors import Actors, demand_possible
-from easydist.cluster.connection import demand_ray
+from easydist.cluster.actors import Actors
 from easydist.cluster.facts import session_folder
 from easydist.cluster.world import variables
 from easydist.notebook.keeper import Keeper
 from easydist.notebook.remote import RemoteRank
-from easydist.typing import Timeout
 
 _ENDS_BY_ITSELF = {"RAY_kill_child_processes_on_worker_exit": "false"}
 """Otherwise Ray kills the kernel first, which then cannot end what it has started, or remove its folder."""
 
 
 class OnRay:
-    """Actors of a Ray cluster, each with the kernel of a rank. Arguments and errors are those of ``Ranks``.
+    """Actors of a Ray cluster, each with the kernel of a rank.
 
-    Nothing is asked of the cluster before the first meeting.
+    Args:
+        size: The number of ranks.
+        **options: Keyword arguments of ``Ranks``, whose errors are raised, too.
     """
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        resources: Mapping[str, float] | None = None,
-        strategy: str = "PACK",
-        nodes: int | None = None,
-        runtime_env: dict[str, Any] | None = None,
-        address: str | None = None,
-        ship: bool | None = None,
-        timeout: Timeout = 300.0,
-    ) -> None:
-        demand_ray("start")
-        asked = {"CPU": 1} if resources is None else resources
-        demand_possible(size, asked, strategy, nodes)
-        self._size, self._limit, self._owns_gpus = size, seconds(timeout, "start"), asked.get("GPU", 0) >= 1
-        env = dict(runtime_env or {})
+    def __init__(self, size: int, **options: Any) -> None:
+        env = dict(options.pop("runtime_env", None) or {})
         env["env_vars"] = {**_ENDS_BY_ITSELF, **env.get("env_vars", {})}
-        self._place = asked, strategy, nodes, env, address, ship
+        self._size, self._actors = size, Actors(Keeper, size, runtime_env=env, **options)
+        self._owns_gpus = self._actors.resources.get("GPU", 0) >= 1
         key = os.environ.get(settings.JOB_KEY)
         self._key = {} if key is None else {settings.JOB_KEY: key}
-        self._actors: Actors | None = None
 
     @functools.cached_property
     def folder(self) -> Path:
@@ -64,12 +47,10 @@ class OnRay:
         """Start the actors of some ranks, and return what all need to meet in a store that rank 0's actor serves."""
         import ray
 
-        if self._actors is None:
-            self._actors = Actors(Keeper, self._size, *self._place, self._limit)
-        self._actors.start([*ranks], time.monotonic() + self._limit)
+        self._actors.start([*ranks])
         facts = [self._actors.facts[rank] for rank in range(self._size)]
         try:
-            port = ray.get(self._actors[0].serve.remote(), timeout=self._limit)
+            port = ray.get(self._actors[0].serve.remote(), timeout=self._actors.limit)
         except ray.exceptions.RayError as error:
             raise RuntimeError(f"rank 0 cannot serve a store: {failures.end_of(facts[0], error)}") from error
         meeting = {"epoch": epoch, "address": (facts[0].address, port), "owns_gpus": self._owns_gpus}
@@ -80,12 +61,11 @@ class OnRay:
         """Start the kernels of ranks, each for its meeting."""
         import ray
 
-        assert self._actors is not None
         asked = {rank: self._actors[rank].begin.remote(self._size, told) for rank, told in meetings.items()}
         for rank, answer in asked.items():
             facts = self._actors.facts[rank]
             try:
-                pid, gpus = ray.get(answer, timeout=self._limit)
+                pid, gpus = ray.get(answer, timeout=self._actors.limit)
             except ray.exceptions.RayError as error:
                 text = f"rank {rank} did not start on {facts.address}: {failures.end_of(facts, error)}"
                 raise RuntimeError(text) from error
@@ -93,6 +73,5 @@ class OnRay:
 
     def close(self) -> None:
         """End the actors, give their resources back, and remove the folder."""
-        if self._actors is not None:
-            self._actors.close()
+        self._actors.close()
         shutil.rmtree(self.folder, ignore_errors=True)

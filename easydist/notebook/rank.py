@@ -12,7 +12,7 @@ from easydist.liveness.page import PageEntry
 
 
 class Usage(NamedTuple):
-    """What a process uses.
+    """The memory and the state of a process.
 
     Attributes:
         memory: Resident bytes.
@@ -147,7 +147,7 @@ class RankHandle(ABC):
 
 
 class Place(Protocol):
-    """Where the ranks of a cluster run."""
+    """The place of a cluster's ranks: this machine, or the nodes of another cluster."""
 
     @property
     def folder(self) -> Path:

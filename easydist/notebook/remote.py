@@ -144,8 +144,9 @@ class RemoteRank(RankHandle):
         return "stopped" if self._is_closed else self._loss
 
     def interrupt(self) -> None:
-        if not self.has_ended:
-            self._call("interrupt")
+        with contextlib.suppress(ConnectionError):
+            if not self.has_ended:
+                self._call("interrupt")
 
     def kill(self) -> None:
         self._is_closed = True
@@ -170,6 +171,6 @@ class RemoteRank(RankHandle):
     def log(self) -> str:
         import ray
 
-        with contextlib.suppress(ray.exceptions.RayError):
+        with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
             return str(ray.get(self._call("log"), timeout=_ANSWERS))
         return ""
