@@ -8,7 +8,7 @@ import pytest
 from easydist.liveness.page import PageEntry
 from easydist.notebook import application
 from easydist.notebook.launcher import start
-from easydist.notebook.status import Pages, where
+from easydist.notebook.status import Pages, RankStatus, Status, where
 
 
 class Rank(NamedTuple):
@@ -111,3 +111,13 @@ def test_of_the_causes_of_an_error_those_without_frames_of_the_user_are_left_out
     assert error.__cause__ is own
     assert own.__traceback__.tb_frame.f_code is user.__code__
     assert own.__cause__ is None
+
+
+def test_node_and_gpus_are_shown_where_there_are_any():
+    assert str(Status([RankStatus(0, 4711, "idle")])).split()[:2] == ["rank", "pid"]
+    table = Status([RankStatus(0, 4711, "idle", node="10.0.0.12", gpus="3"), RankStatus(1, 4712, "idle")])
+    assert [line.split() for line in str(table).splitlines()][1:] == [
+        ["0", "10.0.0.12", "3", "4711", "idle"],
+        ["1", "4712", "idle"],
+    ]
+    assert "GPU" in table._repr_html_()
