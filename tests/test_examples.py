@@ -11,6 +11,7 @@ from collections import defaultdict
 from importlib.util import find_spec
 
 import pytest
+from actors import SECOND
 from launching import ROOT, fork, forked, python
 
 from easydist.testing import default_pool
@@ -41,9 +42,9 @@ def evaluate():
     return out.getvalue()
 
 
-def on_ray(example, address, **environment):
+def on_ray(example, address, *arguments, **environment):
     """Run an example on a cluster of Ray, and return its output."""
-    out, _ = python(ROOT / "examples" / example, seconds=120, RAY_ADDRESS=address, **environment)
+    out, _ = python(ROOT / "examples" / example, *arguments, seconds=120, RAY_ADDRESS=address, **environment)
     return out
 
 
@@ -59,6 +60,18 @@ def test_ray_weight_sync(cluster):
     rewards = [float(line.rsplit(maxsplit=1)[1]) for line in lines if "reward" in line]
     assert rewards[0] < -10 < -0.5 < rewards[-1]
     assert [line.partition(";")[0] for line in lines if "reward" not in line] == ["worker 1 was lost"]
+
+
+@pytest.mark.slow
+def test_ray_evaluation(cluster):
+    node = cluster.add_node(node_ip_address=SECOND, num_cpus=2, env_vars={"EASYDIST_HOST_ID": "second"}, **cluster.node)
+    out = on_ray("ray_evaluation.py", cluster.address, 2)
+    cluster.remove_node(node)
+    left = [int(each) for each in re.findall(r"(\d+) of 400 texts are left for 4 ranks", out)]
+    assert left[0] == 400 > left[1] > 0
+    lines = [line for line in out.splitlines() if line.startswith(("rank 2", "perplexity", "equal"))]
+    assert len(lines) == 3
+    assert "\n".join(lines) in (ROOT / "docs" / "clusters.md").read_text()
 
 
 @pytest.mark.battery

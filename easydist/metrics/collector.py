@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from operator import index
 from typing import Any
 
+import torch
+
+from easydist.agreement.runner import reported
 from easydist.base.arguments import UNSET, hiding
 from easydist.base.eager import eager_methods
+from easydist.format import codec
 from easydist.metrics.columns import Schema
 from easydist.metrics.indices import as_indices
 from easydist.metrics.store import Store, copied, nbytes_of
@@ -16,6 +20,7 @@ from easydist.metrics.windows import ALL, Destination, Plan, arrived_rows, plann
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
 from easydist.verbs.ranks import check_rank, named_rank
+from easydist.verbs.reduce import reduce
 
 __all__ = ["MetricCollector"]
 
@@ -105,17 +110,91 @@ class MetricCollector:
         """
         found = as_indices(indices, "MetricCollector", self.total).clone()
         schema, leaves, nbytes = copied(columns, len(found))
-        if self._schema.types and schema.types != self._schema.types:
-            try:
-                schema = self._schema.joined(schema)
-            except ValueError:
-                new, old = [", ".join(map(str, each.types)) for each in (schema, self._schema)]
-                raise ValueError(f"MetricCollector: the columns are {new}, but they were {old}") from None
-        self._schema = schema
+        self._schema = self._joined(schema)
         self._store.add(found, leaves, nbytes)
         self._updates += 1
         if self._every is not None and self._updates % self._every == 0:
             self._move()
+
+    def _joined(self, schema: Schema) -> Schema:
+        """Return the schema of the rows that are there and of new ones."""
+        if not self._schema.types or schema.types == self._schema.types:
+            return schema
+        try:
+            return self._schema.joined(schema)
+        except ValueError:
+            new, old = [", ".join(map(str, each.types)) for each in (schema, self._schema)]
+            raise ValueError(f"MetricCollector: the columns are {new}, but they were {old}") from None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows of this rank, for ``load_state_dict`` of any rank in any world.
+
+        Returns:
+            Tensors, numbers and lists, as ``easydist.save`` and ``torch.save`` write them. The tensors are those of the
+            collector: do not change them. What is not a tensor is encoded, in bytes. Rows in files are mapped into
+            memory.
+
+        Cost: no exchange, and no copy of tensors.
+
+        Example:
+            >>> import torch, easydist
+            >>> collector = easydist.MetricCollector(total=3)
+            >>> collector.update([2], loss=torch.tensor([0.5]))
+            >>> resumed = easydist.MetricCollector(total=3)
+            >>> resumed.load_state_dict(collector.state_dict())
+            >>> resumed.missing()
+            tensor([0, 1])
+        """
+        return {"schema": codec.encode(self._schema.description()), **self._store.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Add the rows of a ``state_dict`` to those of this rank, with copies of their data.
+
+        The states of one world may be loaded on any number of ranks, one or several on a rank: each row counts once.
+        Objects in it are decoded as those of a message: load only what you trust, or deny pickle (``allow_pickle``).
+
+        Args:
+            state: A result of ``state_dict``, also after ``easydist.load`` or ``torch.load``.
+
+        Raises:
+            ValueError: It is something else, or has other columns than this collector, or an index that is not below
+                ``total``. Then no row is added.
+            UnsafeObjectError: Pickle is denied, and an object is not allow-listed.
+
+        Cost: no exchange.
+        """
+        if not {"schema", "indices", "blocks"} <= state.keys():
+            raise ValueError(
+                f"load_state_dict: the state has {', '.join(map(str, state)) or 'nothing'}; pass a result of "
+                "MetricCollector.state_dict"
+            )
+        as_indices(state["indices"], "MetricCollector", self.total)
+        self._schema = self._joined(Schema.of(codec.decode(state["schema"].clone())))
+        self._store.load(state)
+
+    def missing(self) -> torch.Tensor:
+        """Return the indices that no rank has, in ascending order, on all ranks.
+
+        So an evaluation goes on after an interruption, with the ranks that are there, and evaluates nothing twice.
+
+        Returns:
+            int64, on the CPU.
+
+        Raises:
+            ValueError: The collector was made without ``total``.
+            DisagreementError: The ranks have different values of ``total``.
+
+        Cost: one ``reduce`` of ``total`` bytes.
+        """
+        with reported(communicators(self._group), "MetricCollector.missing"):
+            if self.total is None:
+                raise ValueError(
+                    "MetricCollector.missing: the number of samples is not known; pass total= when you make it"
+                )
+            is_here = torch.zeros(self.total, dtype=torch.uint8, device="cpu")
+            is_here[self._store.indices] = 1
+        is_there = reduce(is_here, "max", group=self._group, timeout=self._timeout)
+        return (is_there == 0).nonzero().flatten()
 
     def compute(self, dst: int | None = None, *, group_dst: int | None = None) -> dict[str, Any] | None:
         """Return all ranks' rows in index order. They stay in the collector until ``reset``.

@@ -223,6 +223,16 @@ class Schema(NamedTuple):
         values = [_closed(one, leaf) for one, leaf in zip(self.types, leaves, strict=True)]
         return tree.map(lambda i: values[i], self.template)
 
+    def description(self) -> list[Any]:
+        """Return the fields for other processes."""
+        return [[one.description() for one in self.types], self.template]
+
+    @classmethod
+    def of(cls, description: Sequence[Any]) -> Schema:
+        """Return the schema that another process has described."""
+        types, template = description
+        return cls([*map(ColumnType.of, types)], template)
+
     def joined(self, other: Schema) -> Schema:
         """Return the schema of the rows of both.
 

@@ -40,7 +40,14 @@ class _RowBlock(NamedTuple):
         """Return the rows, after loading them if they are in a file."""
         if not isinstance(self.leaves, str):
             return self.leaves
-        return [codec.decode(leaf[0]) if isinstance(leaf, list) else leaf for leaf in load(self.leaves)]
+        return _decoded(load(self.leaves))
+
+    def written(self) -> RowLeaves:
+        """Return the rows as they are in a file: what is not a tensor is a list of one, its encoding."""
+        if isinstance(self.leaves, str):
+            written: RowLeaves = load(self.leaves)
+            return written
+        return [leaf if isinstance(leaf, torch.Tensor) else [codec.encode(leaf)] for leaf in self.leaves]
 
 
 class Store:
@@ -109,6 +116,21 @@ class Store:
         if sum([block.nbytes for block in self._open]) >= _BLOCK:
             self._seal()
 
+    def state(self) -> dict[str, Any]:
+        """Return all rows, in blocks; those in files are mapped, not read."""
+        self._seal()
+        blocks = [{"rows": one.length, "nbytes": one.nbytes, "leaves": one.written()} for one in self._blocks]
+        return {"indices": self.indices, "blocks": blocks}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Add copies of the rows of a ``state``; none if an object cannot be decoded."""
+        blocks = state["blocks"]
+        decoded = [_decoded(block["leaves"]) for block in blocks]
+        indices = state["indices"].split([block["rows"] for block in blocks])
+        for block, leaves, part in zip(blocks, decoded, indices, strict=True):
+            copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            self.add(part.clone(), copies, block["nbytes"])
+
     def rows(self, positions: torch.Tensor) -> RowLeaves:
         """Return the rows at these positions, counted from the first one added; at least one."""
         self._seal()
@@ -141,10 +163,14 @@ class Store:
             self._folder = tempfile.mkdtemp(prefix="easydist-", dir=self._directory)
             self._delete = weakref.finalize(self, _delete, self._folder, os.getpid())
         path = os.path.join(self._folder, f"{number}.safetensors")
-        leaves = [leaf if isinstance(leaf, torch.Tensor) else [codec.encode(leaf)] for leaf in block.read()]
-        save(leaves, path)
+        save(block.written(), path)
         self._held -= block.nbytes
         return block._replace(leaves=path)
+
+
+def _decoded(written: RowLeaves) -> RowLeaves:
+    """Return rows as they are in memory. Objects have memory of their own."""
+    return [codec.decode(leaf[0].clone()) if isinstance(leaf, list) else leaf for leaf in written]
 
 
 def _as_slice(positions: torch.Tensor) -> torch.Tensor | slice:

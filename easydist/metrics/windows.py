@@ -16,7 +16,7 @@ from easydist.agreement.runner import run
 from easydist.data.leaves import as_array
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
-from easydist.metrics.columns import ColumnType, Items, Schema, as_column, rows_of, taken
+from easydist.metrics.columns import Items, Schema, as_column, rows_of, taken
 from easydist.metrics.encoding import lengths_of, received, travelling
 from easydist.metrics.indices import by_index, difference, fault
 from easydist.metrics.joining import aligned, concatenated, held
@@ -92,10 +92,9 @@ def planned(store: Store, schema: Schema, total: int | None, to: Destination) ->
     Raises:
         ValueError: On all ranks: the ranks have different columns or ``total``, or indices are missing.
     """
-    mine = [one.description() for one in schema.types], schema.template, total, len(store), store.nbytes
-    every, templates, totals, counts, nbytes = zip(*to.exchanged(mine), strict=True)
-    types = [[ColumnType.of(one) for one in each] for each in every]
-    schema = _common([*map(Schema, types, templates)])
+    mine = schema.description(), total, len(store), store.nbytes
+    schemas, totals, counts, nbytes = zip(*to.exchanged(mine), strict=True)
+    schema = _common([*map(Schema.of, schemas)])
     if len({*totals}) > 1:
         raise ValueError(f"MetricCollector: the ranks have total={', '.join(map(str, totals))}")
     length, bounds, has_repeated = _bounds(store.indices, total, _per_window(sum(counts), sum(nbytes)), to)

@@ -68,6 +68,27 @@ MUTANTS = [
         "tests/metrics/test_usage.py::test_ranks_that_count_differently_after_a_failure_refuse_together",
     ),
     Mutant(
+        "metrics/collector.py",
+        "MetricCollector.missing",
+        "is_here[self._store.indices] = 1",
+        "is_here[: len(self._store.indices)] = 1",
+        "tests/metrics/test_resumed.py::test_what_is_missing_is_one_exchange",
+    ),
+    Mutant(
+        "metrics/collector.py",
+        "MetricCollector.load_state_dict",
+        """as_indices(state["indices"], "MetricCollector", self.total)""",
+        "pass",
+        "tests/metrics/test_resumed.py::test_an_index_beyond_the_samples_is_refused",
+    ),
+    Mutant(
+        "metrics/store.py",
+        "Store.load",
+        "leaf.clone() if isinstance(leaf, torch.Tensor) else leaf",
+        "leaf",
+        "tests/metrics/test_resumed.py::test_rows_that_are_loaded_are_copies",
+    ),
+    Mutant(
         "metrics/exact.py",
         "numbers",
         " or array.dtype.itemsize > 8",
