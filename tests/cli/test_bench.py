@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from easydist.cli.bench import bench
+from easydist.cli.bench import _summary, bench
 
 
 def invoke(*arguments):
@@ -33,6 +33,11 @@ def test_json_and_several_world_sizes():
         (size, "gather 10 small leaves", "accelerate") for size in (2, 3)
     ]
     assert all(row["least"] <= row["ratio"] <= row["most"] for row in rows)
+
+
+def test_a_ratio_is_the_peers_time_over_ours():
+    row = _summary(2, ("gather", "gloo", [(1.0, 2.0), (2.0, 8.0), (1.0, 3.0)]))
+    assert (row["least"], row["ratio"], row["most"], row["easydist"], row["theirs"]) == (2, 3, 4, 1, 3)
 
 
 @pytest.mark.slow

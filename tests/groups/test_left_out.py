@@ -10,8 +10,8 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "scripts" / "left_out.py"
 OUT = [f"3/{kind}/{how}" for kind in ("shm", "gloo", "comm_shm", "comm_gloo") for how in ("stop", "late")]
 OUT += [
-    "3/shm/store_stops",
     "3/gloo/reconnect_stops",
+    "3/shm/store_stops",
     *(f"3/{kind}/connect_stops" for kind in ("shm", "gloo", "comm_shm", "comm_gloo")),
 ]
 GO_ON = [

@@ -78,7 +78,7 @@ MUTANTS = [
         "_summary",
         "sorted(their / our for our, their in rounds)",
         "sorted(our / their for our, their in rounds)",
-        "tests/cli/test_bench.py::test_json_and_several_world_sizes",
+        "tests/cli/test_bench.py::test_a_ratio_is_the_peers_time_over_ours",
     ),
     Mutant(
         "cli/ranks.py",
