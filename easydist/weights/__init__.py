@@ -3,7 +3,8 @@
 from easydist.weights.broadcast import broadcast_state_dict
 from easydist.weights.checkpoint import broadcast_checkpoint
 from easydist.weights.publisher import WeightPublisher
-from easydist.weights.resharding import LocalShard, Resharding
+from easydist.weights.resharding import Resharding
+from easydist.weights.shards import LocalShard
 from easydist.weights.versions import WeightReceiver
 
 __all__ = [

@@ -62,10 +62,10 @@ def broadcast_state_dict(
 
     Args:
         model_or_dict: On ``src``, the module, optimizer or state dict to send. Its tensors may be ``DTensor`` (FSDP2,
-            tensor parallel), but not in an optimizer: each rank of their mesh then sends its shards to all, so that
-            only the receivers hold the whole model. On other ranks, the target: a module, which may be on the meta
-            device or sharded; an optimizer of the same class, with the same parameters in the same groups; a dict of
-            tensors; None or an empty dict for new tensors.
+            tensor parallel) or ``LocalShard``, but not in an optimizer: each rank that holds a part then sends it to
+            all, so that only the receivers hold the whole model. On other ranks, the target: a module, which may be on
+            the meta device or sharded; an optimizer of the same class, with the same parameters in the same groups; a
+            dict of tensors or their parts; None or an empty dict for new tensors.
         src: The source, a rank inside the group. For a sharded model any rank of its mesh, or all ranks of the mesh,
             which is needed if the mesh belongs to another world than ``group``. With a group of torch, it must be the
             same rank of the world. The sources' weights do not change.

@@ -14,7 +14,8 @@ from easydist.typing import Group
 from easydist.verbs.ranks import named_rank
 from easydist.weights.exchange import BroadcastWeights, Sending
 from easydist.weights.manifest import Manifest
-from easydist.weights.source import is_shard, named, state_of
+from easydist.weights.shards import is_shard
+from easydist.weights.source import named, state_of
 from easydist.weights.streaming import StreamTarget
 from easydist.weights.target import Target, Wanted
 

@@ -26,7 +26,7 @@ class WeightPublisher(Member):
     sharded model. While ``publish`` runs, every receiver calls ``receive``.
 
     Args:
-        model_or_dict: A module, or a state dict that is changed in place; it may hold DTensors.
+        model_or_dict: A module, or a state dict that is changed in place; it may hold ``DTensor`` and ``LocalShard``.
         src: The publisher's rank in the group; for a sharded model all ranks. With a group of torch, it must be the
             same rank of the world.
         group: The members.

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from easydist.agreement.disagreement import Row
 from easydist.data.packing import type_text
 from easydist.verbs.sharded import is_sharded
-from easydist.weights.source import local, memory_of, state_of
+from easydist.weights.shards import is_tensor, local, memory_of
+from easydist.weights.source import state_of
 
 
 class Entries:
@@ -35,7 +36,7 @@ class Entries:
     def is_writable(self, name: str) -> bool:
         """True if the tensor of that name is written in place."""
         value = self.values.get(name)
-        return isinstance(value, torch.Tensor) and not value.is_meta and (self.own is None or name in self.own)
+        return is_tensor(value) and not value.is_meta and (self.own is None or name in self.own)
 
     def misfit(self, theirs: Mapping[str, Any] | None) -> list[Row]:
         """Return the differences that names and types do not show, as (what, there, here).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,30 +25,13 @@ from easydist.weights.blocks import Block, BlockTransfer, block_transfers
 from easydist.weights.exchange import BUCKET_NBYTES
 from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Packet, ScheduledEntry, UnderWay, schedule
-from easydist.weights.source import local, packed
+from easydist.weights.shards import is_tensor, local
+from easydist.weights.source import packed
 from easydist.weights.spans import Destinations, Span, span_at, span_of
 
-__all__ = ["LocalShard", "Resharding"]
+__all__ = ["Resharding"]
 
 _CPU = torch.device("cpu")
-
-
-class LocalShard(NamedTuple):
-    """A plain tensor that is a part of a whole one: an entry of a layout without ``DTensor``.
-
-    Example:
-        >>> import torch
-        >>> from easydist import weights
-        >>> weights.LocalShard(torch.zeros(2, 4), start=(2, 0), shape=(4, 4)).shape
-        (4, 4)
-    """
-
-    tensor: torch.Tensor
-    """The part, on this rank."""
-    start: Sequence[int]
-    """The index of its first element in the whole tensor, in each dimension."""
-    shape: Sequence[int]
-    """The shape of the whole tensor."""
 
 
 class Resharding:
@@ -150,25 +133,11 @@ def _spans(given: Any) -> dict[str, tuple[Span, tuple[int, ...]]]:
     """Return by name this rank's span of an entry, and the shape of the whole."""
     found = {}
     for name, value in entries_of(given).values.items():
-        if isinstance(value, LocalShard | torch.Tensor):
-            as_tensor(local(value.tensor if isinstance(value, LocalShard) else value), f"[{name!r}]")
-        if isinstance(value, LocalShard):
-            found[name] = span_at(value.tensor.detach(), _block(name, value)), tuple(value.shape)
-        elif isinstance(value, torch.Tensor):
-            found[name] = span_of(value), tuple(value.shape)
-        else:
+        if not is_tensor(value):
             raise TypeError(f"[{name!r}] is a {type(value).__name__}; only tensors are laid out over ranks")
+        as_tensor(local(value), f"[{name!r}]")
+        found[name] = span_of(value, name), tuple(value.shape)
     return found
-
-
-def _block(name: str, one: LocalShard) -> Block:
-    block, sizes = Block(tuple(one.start), tuple(one.tensor.shape)), tuple(one.shape)
-    is_inside = len(block.start) == len(block.shape) == len(sizes) and all(
-        0 <= first <= size - length for first, length, size in zip(*block, sizes, strict=True)
-    )
-    if not is_inside:
-        raise ValueError(f"[{name!r}] is a shard of shape {block.shape} at {block.start}, not inside of {sizes}")
-    return block
 
 
 class _Planning(Verb[dict[str, list[BlockTransfer]]]):

@@ -17,8 +17,9 @@ from easydist.data.backing import addresses
 from easydist.data.leaves import as_tensor
 from easydist.format import header, outline
 from easydist.verbs.sharded import is_sharded
-from easydist.weights.blocks import Block, shard, whole
+from easydist.weights.blocks import Block, whole
 from easydist.weights.schedule import BlockPart, Packet
+from easydist.weights.shards import LocalShard, box_of, is_shard, is_tensor, local, memory_of
 
 PINS = frozenset(["cuda", "xpu"])
 """The types of devices to and from which copies are faster in pinned memory. torch's for MPS is not on the CPU."""
@@ -71,19 +72,6 @@ def named(names: Iterable[str], keep: Filter, rename: Rename) -> dict[str, str]:
     return found
 
 
-def box_of(value: Any) -> Block:
-    """Return the block of the whole tensor that this rank holds of a ``DTensor``.
-
-    Raises:
-        TypeError: A placement has no values before a reduction.
-        ValueError: This rank is not in its mesh.
-    """
-    mesh = value.device_mesh
-    if (place := mesh.get_coordinate()) is None:
-        raise ValueError("the DTensor lives on a mesh that this rank is not in")
-    return shard(value.shape, mesh.shape, place, value.placements)
-
-
 class _HeldPart(NamedTuple):
     """This rank's part of an entry, and the block that it covers."""
 
@@ -94,31 +82,12 @@ class _HeldPart(NamedTuple):
     dtype: torch.dtype
 
 
-def _held(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> _HeldPart:
+def _held(name: str, value: torch.Tensor | LocalShard, dtype: torch.dtype | None) -> _HeldPart:
     shape, is_cut = tuple(value.shape), is_shard(value)
-    box = box_of(value) if is_cut else whole(shape)
+    box = box_of(value, name) if is_cut else whole(shape)
     values = as_tensor(local(value), f"[{name!r}]")
     casts = dtype is not None and values.is_floating_point()
     return _HeldPart(values, box, is_cut, shape, dtype if casts and dtype is not None else values.dtype)
-
-
-def is_shard(value: Any) -> bool:
-    """True if ranks may hold different parts of the tensor."""
-    return is_sharded(value) and not all(placement.is_replicate() for placement in value.placements)
-
-
-def local(value: Any) -> torch.Tensor:
-    """Return the tensor itself, or this rank's part of a ``DTensor``."""
-    found: torch.Tensor = value.to_local() if is_sharded(value) else value
-    return found
-
-
-def memory_of(value: Any) -> Any:
-    """Return a key that is equal for entries in the same memory, such as tied weights, while ``value`` lives."""
-    if not is_sharded(value):
-        return outline.memory_of(value)
-    part = local(value)  # a new object each time, so its id is no key of a part without memory
-    return outline.memory_of(part) if part.numel() else id(value)
 
 
 def are_plain(values: Iterable[Any]) -> bool:
@@ -251,7 +220,7 @@ def _prepared(
     keys: dict[str, str | None] = {}
     for name, value in given.items():
         keys[name] = None
-        if isinstance(value, torch.Tensor):
+        if is_tensor(value):
             one = _held(name, value, dtype)
             keys[name] = key = first.setdefault(memory_of(value), name)
             held |= {name: one} if key == name else {}
@@ -285,5 +254,5 @@ def mesh_ranks(state: Mapping[str, Any], names: Iterable[str]) -> list[int]:
     """Return in order the ranks of the world over which entries are sharded; an empty list if none is sharded."""
     if are_plain(map(state.__getitem__, names)):
         return []
-    cut = [state[name] for name in names if isinstance(state[name], torch.Tensor) and is_shard(state[name])]
+    cut = [state[name] for name in names if is_sharded(state[name]) and is_shard(state[name])]
     return sorted({rank for one in cut for rank in one.device_mesh.mesh.flatten().tolist()})

@@ -13,7 +13,8 @@ from easydist.data import packing
 from easydist.typing import Device
 from easydist.weights.blocks import Block, common, whole
 from easydist.weights.schedule import BlockPart, Packet
-from easydist.weights.source import PINS, box_of, local
+from easydist.weights.shards import LocalShard, box_of, local
+from easydist.weights.source import PINS
 
 _CPU = torch.device("cpu")
 
@@ -54,10 +55,11 @@ def _is_on(there: torch.device, device: torch.device) -> bool:
     return there.type == device.type and device.index in (None, there.index)
 
 
-def span_of(value: torch.Tensor) -> Span:
-    """Return the span of a tensor or ``DTensor`` of the caller's."""
+def span_of(value: torch.Tensor | LocalShard, name: str) -> Span:
+    """Return the span of a tensor, ``DTensor`` or local shard of the caller's, an entry of this name."""
     tensor = local(value).detach()
-    return span_at(tensor, whole(tensor.shape) if tensor.shape == value.shape else box_of(value))
+    is_whole = tensor.shape == value.shape and not isinstance(value, LocalShard)
+    return span_at(tensor, whole(tensor.shape) if is_whole else box_of(value, name))
 
 
 def span_at(tensor: torch.Tensor, box: Block) -> Span:

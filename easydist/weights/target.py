@@ -19,7 +19,8 @@ from easydist.verbs.sharded import is_sharded
 from easydist.weights.manifest import Manifest
 from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Packet
-from easydist.weights.source import Filter, Rename, layout_key, local, memory_of, named
+from easydist.weights.shards import is_tensor, local, memory_of
+from easydist.weights.source import Filter, Rename, layout_key, named
 from easydist.weights.spans import Destinations, Span, new, span_of
 
 
@@ -122,8 +123,8 @@ class Target:
         if name not in self._mine:
             return (name, theirs, "missing") if self._is_strict else None
         value = self._mine[name]
-        if entry is None or not isinstance(value, torch.Tensor):
-            fits = entry is None and not isinstance(value, torch.Tensor)
+        if entry is None or not is_tensor(value):
+            fits = entry is None and not is_tensor(value)
         else:
             are_floats = entry.dtype.is_floating_point and value.dtype.is_floating_point
             fits = tuple(value.shape) == entry.shape and (are_floats or value.dtype == entry.dtype)
@@ -144,7 +145,7 @@ class Target:
         for i, name, is_plain in self._fit.written:
             value = self._mine[name]
             if self._key is None:
-                spans[i].append(span_of(value))
+                spans[i].append(span_of(value, name))
             else:
                 spans[i].append(Span(value.detach() if value.requires_grad else value, boxes[i], is_plain))
         for (i, dtype), names in self._fit.made.items():
@@ -171,7 +172,7 @@ class Target:
                 continue
             value = self._mine.get(name)
             if self._into.is_writable(name):
-                span = span_of(self._mine[name])
+                span = span_of(self._mine[name], name)
                 if (there := (i, memory_of(span.tensor))) not in seen:  # else tied here as on the source
                     seen.add(there)
                     fit.written.append((i, name, span.is_plain))
@@ -218,7 +219,7 @@ class Target:
         self.destinations.synchronize()
         written = [self._mine[name] for _, name, _ in self._fit.written] if self._fit else []
         if self._key is None:  # else they are plain tensors, and none is an inference tensor
-            written = [local(one) for one in written if not one.is_inference()]
+            written = [one for one in map(local, written) if not one.is_inference()]
         torch.autograd.graph.increment_version(written)
         found = self._new | self.extra()
         arrived = {name: found[name] for name in self._coming if name in found}  # in the source's order
@@ -235,7 +236,7 @@ class Target:
 
 
 def _described(value: Any) -> str:
-    return type_text(value.dtype, value.shape) if isinstance(value, torch.Tensor) else "no tensor"
+    return type_text(value.dtype, value.shape) if is_tensor(value) else "no tensor"
 
 
 def disagreement(operation: str, src: int, misfits: Mapping[int, Sequence[Row]], is_optimizer: bool) -> str:

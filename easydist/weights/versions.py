@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
-import torch
 from torch import nn
 
 from easydist.agreement.runner import run, stream
@@ -19,7 +18,8 @@ from easydist.base.arguments import UNSET, hiding
 from easydist.typing import Group, Timeout
 from easydist.weights.holders import Publish
 from easydist.weights.members import Member
-from easydist.weights.source import memory_of, state_of
+from easydist.weights.shards import empty_like, is_tensor, local, memory_of
+from easydist.weights.source import state_of
 
 __all__ = ["WeightReceiver"]
 
@@ -28,8 +28,8 @@ class WeightReceiver(Member):
     """Receives versions of weights, and always has one complete version.
 
     Args:
-        model_or_dict: The module or dict of tensors to update when a version is complete. None: ``state`` is a dict
-            of new tensors.
+        model_or_dict: The module or dict of tensors to update when a version is complete, which may be ``DTensor`` or
+            ``LocalShard``. None: ``state`` is a dict of new tensors.
         src: The publisher's rank in the group; for a sharded model all ranks. With a group of torch, it must be the
             same rank of the world.
         group: The members.
@@ -246,22 +246,22 @@ class WeightReceiver(Member):
 
 def _room_like(state: Mapping[str, Any]) -> dict[str, Any]:
     """Allocate memory like that of a state dict. Tied entries stay tied."""
-    made: dict[Any, torch.Tensor] = {}
+    made: dict[Any, Any] = {}
     room: dict[str, Any] = {}
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.is_meta:
+        if is_tensor(value) and value.is_meta:
             raise ValueError(
                 f"WeightReceiver: [{name!r}] is on the meta device; give it memory: model.to_empty(device=…)"
             )
-        if isinstance(value, torch.Tensor) and memory_of(value) not in made:
-            made[memory_of(value)] = torch.empty_like(value.detach(), memory_format=torch.contiguous_format)
-        room[name] = made[memory_of(value)] if isinstance(value, torch.Tensor) else value
+        if is_tensor(value) and memory_of(value) not in made:
+            made[memory_of(value)] = empty_like(value)
+        room[name] = made[memory_of(value)] if is_tensor(value) else value
     return room
 
 
 def _copy(into: MutableMapping[str, Any], state: Mapping[str, Any]) -> None:
     for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            into[name].detach().copy_(value)
+        if is_tensor(value):
+            local(into[name]).detach().copy_(local(value))
         else:
             into[name] = value

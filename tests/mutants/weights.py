@@ -4,6 +4,27 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "weights/spans.py",
+        "span_of",
+        " and not isinstance(value, LocalShard)",
+        " or isinstance(value, LocalShard)",
+        "tests/weights/test_shards.py::test_what_does_not_fit_is_an_error_on_all_ranks",
+    ),
+    Mutant(
+        "weights/shards.py",
+        "is_shard",
+        "        return True\n",
+        "        return False\n",
+        "tests/weights/test_shards.py::test_a_part_of_an_engine_is_replaced",
+    ),
+    Mutant(
+        "weights/versions.py",
+        "_copy",
+        "if is_tensor(value):",
+        'if hasattr(value, "detach"):',
+        "tests/weights/test_shards.py::test_versions_go_from_one_layout_by_hand_to_another",
+    ),
+    Mutant(
         "weights/blocks.py",
         "shard",
         "first = min(part * place[axis], sizes[dim])",

@@ -1,0 +1,103 @@
+"""Entries of which ranks hold different parts: DTensors, and plain tensors with their place in the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+
+from easydist.format import outline
+from easydist.verbs.sharded import is_sharded
+from easydist.weights.blocks import Block, shard
+
+
+class LocalShard(NamedTuple):
+    """A plain tensor that is a part of a whole one: an entry of a state dict without ``DTensor``.
+
+    Example:
+        >>> import torch
+        >>> from easydist import weights
+        >>> weights.LocalShard(torch.zeros(2, 4), start=(2, 0), shape=(4, 4)).shape
+        (4, 4)
+    """
+
+    tensor: torch.Tensor
+    """The part, on this rank."""
+    start: Sequence[int]
+    """The index of its first element in the whole tensor, in each dimension."""
+    shape: Sequence[int]
+    """The shape of the whole tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the part."""
+        return self.tensor.dtype
+
+    @property
+    def is_meta(self) -> bool:
+        """True if the part has no memory."""
+        return self.tensor.is_meta
+
+
+def empty_like(value: torch.Tensor | LocalShard) -> torch.Tensor | LocalShard:
+    """Return a tensor, ``DTensor`` or local shard of the same layout in new, contiguous memory."""
+    part = value.tensor if isinstance(value, LocalShard) else value
+    made = torch.empty_like(part.detach(), memory_format=torch.contiguous_format)
+    return value._replace(tensor=made) if isinstance(value, LocalShard) else made
+
+
+def is_tensor(value: object) -> TypeGuard[torch.Tensor | LocalShard]:
+    """True if this is a tensor, or a part of one."""
+    return isinstance(value, torch.Tensor | LocalShard)
+
+
+def is_shard(value: Any) -> bool:
+    """True if ranks may hold different parts of the tensor."""
+    if isinstance(value, LocalShard):
+        return True
+    return is_sharded(value) and not all(placement.is_replicate() for placement in value.placements)
+
+
+def local(value: Any) -> torch.Tensor:
+    """Return the tensor itself, or this rank's part of it."""
+    if isinstance(value, LocalShard):
+        return value.tensor
+    found: torch.Tensor = value.to_local() if is_sharded(value) else value
+    return found
+
+
+def box_of(value: Any, name: str) -> Block:
+    """Return the block of the whole tensor that this rank holds.
+
+    Args:
+        value: A ``DTensor`` or a local shard.
+        name: Its name.
+
+    Raises:
+        TypeError: A placement has no values before a reduction.
+        ValueError: This rank is not in its mesh, or the block is not inside of the whole.
+    """
+    if isinstance(value, LocalShard):
+        return _checked(Block(tuple(value.start), tuple(value.tensor.shape)), tuple(value.shape), name)
+    mesh = value.device_mesh
+    if (place := mesh.get_coordinate()) is None:
+        raise ValueError(f"[{name!r}] is a DTensor on a mesh that this rank is not in")
+    return shard(value.shape, mesh.shape, place, value.placements)
+
+
+def _checked(block: Block, sizes: tuple[int, ...], name: str) -> Block:
+    is_inside = len(block.start) == len(block.shape) == len(sizes) and all(
+        0 <= first <= size - length for first, length, size in zip(*block, sizes, strict=True)
+    )
+    if not is_inside:
+        raise ValueError(f"[{name!r}] is a shard of shape {block.shape} at {block.start}, not inside of {sizes}")
+    return block
+
+
+def memory_of(value: Any) -> Any:
+    """Return a key that is equal for entries in the same memory, such as tied weights, while ``value`` lives."""
+    if not (isinstance(value, LocalShard) or is_sharded(value)):
+        return outline.memory_of(value)
+    part = local(value)  # of a DTensor a new object each time, so its id is no key of a part without memory
+    return outline.memory_of(part) if part.numel() else id(value)

@@ -1,0 +1,143 @@
+"""Weights that code shards by hand, as ``LocalShard``s: sources and receivers of every call."""
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from trees import assert_same
+
+from easydist import DisagreementError, RemoteError, weights
+from easydist.testing import distributed
+from easydist.weights import LocalShard, WeightPublisher, WeightReceiver
+
+WIDE = 600
+WHOLE = {
+    "rows": torch.arange(6.0 * WIDE).view(WIDE, 6),
+    "columns": torch.arange(4.0 * WIDE).view(4, WIDE),
+    "large": torch.arange(700.0 * WIDE).view(WIDE, 700),
+    "bias": torch.arange(7.0),
+    "step": torch.tensor(3),
+}
+DIMS = {"rows": 0, "columns": 1, "large": 1}
+"""The dimension along which an engine splits an entry."""
+
+
+def part(name, at, of=2, dim=None, add=0.0):
+    """One of several equal parts of an entry."""
+    dim = DIMS[name] if dim is None else dim
+    values = (WHOLE[name] + add).chunk(of, dim)[at].contiguous()
+    start = [0] * values.ndim
+    start[dim] = at * values.shape[dim]
+    return LocalShard(values, start, WHOLE[name].shape)
+
+
+def half(at, dim=None, add=0.0):
+    """One of the two halves of a model, whose small entries are whole."""
+    return {
+        name: part(name, at, 2, dim, add) if name in DIMS else (value + add).to(value.dtype)
+        for name, value in WHOLE.items()
+    }
+
+
+def empty(state, dtype=None):
+    """A model like this, without values."""
+
+    def zeros(value):
+        if isinstance(value, LocalShard):
+            return value._replace(tensor=zeros(value.tensor))
+        return torch.zeros_like(value, dtype=dtype if value.is_floating_point() else None)
+
+    return {name: zeros(value) for name, value in state.items()}
+
+
+def tensors(state):
+    return {name: value.tensor if isinstance(value, LocalShard) else value for name, value in state.items()}
+
+
+def cast(state, dtype):
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors(state).items()}
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_versions_go_from_one_layout_by_hand_to_another(rank):
+    """Ranks 0 and 1 train, each with half of the rows; ranks 2 and 3 infer with halves along other dimensions."""
+    trains = rank < 2
+    mine = half(rank, dim=0) if trains else empty(half(rank - 2), torch.bfloat16)
+    options = {"src": [0, 1]}
+    member = WeightPublisher(mine, **options) if trains else WeightReceiver(mine, **options)
+    places = [value.data_ptr() for value in tensors(mine).values()]
+    assert (member.publish() if trains else member.arrive()) == 1
+    if not trains:
+        assert all(not value.any() for value in tensors(mine).values())
+        member.commit()
+        assert_same(tensors(mine), cast(half(rank - 2), torch.bfloat16))
+    for value in tensors(mine).values() if trains else ():
+        value += 5
+    assert (member.publish(changed=["rows", "bias"]) if trains else member.receive()) == 2
+    if not trains:
+        want = {**half(rank - 2), **{name: half(rank - 2, add=5)[name] for name in ("rows", "bias")}}
+        assert_same(tensors(mine), cast(want, torch.bfloat16))
+        assert [value.data_ptr() for value in tensors(mine).values()] == places
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_a_part_of_an_engine_is_replaced(rank):
+    """Rank 0 trains, ranks 1 and 2 serve halves; then rank 3 serves in place of rank 2, and then of rank 1."""
+    before, after = dist.new_group([0, 1, 2]), dist.new_group()
+    trained = {name: value.clone() for name, value in WHOLE.items()}
+    mine = trained if rank == 0 else empty(half(rank - 1 if rank < 3 else 0))
+    member = None
+    if rank < 3:
+        member = WeightPublisher(mine, group=before) if rank == 0 else WeightReceiver(mine, group=before)
+        assert (member.publish() if rank == 0 else member.receive()) == 1
+    for value in trained.values():
+        value += 100  # the trainer goes on
+    member = WeightReceiver(mine) if rank == 3 else member
+    assert member.regroup(after, src=0) == 1
+    if rank:  # from the halves, not from the publisher
+        assert_same(tensors(mine), tensors(half(rank - 1 if rank < 3 else 0)))
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_the_other_calls_take_them_too(rank, tmp_path):
+    source, whole = half(rank) if rank < 2 else None, None
+    state = weights.broadcast_state_dict(source if rank < 2 else whole, src=[0, 1])
+    if rank == 2:
+        assert_same(state, WHOLE)
+        safetensors.torch.save_file(
+            {name: value.contiguous() for name, value in WHOLE.items()}, tmp_path / "all.safetensors"
+        )
+    mine = empty(half(rank % 2))
+    weights.broadcast_checkpoint(tmp_path / "all.safetensors" if rank == 2 else "nowhere", mine, 2, verify=True)
+    assert_same(tensors(mine), tensors(half(rank % 2)))
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_what_does_not_fit_is_an_error_on_all_ranks(rank):
+    w = torch.arange(4.0)
+
+    def refused(error, said, source, target, src=(0, 1)):
+        with pytest.raises(error, match=said):
+            weights.broadcast_state_dict({"w": source} if rank in src else {"w": target}, src=list(src))
+
+    halves = LocalShard(w[2 * (rank % 2) :][:2], [2 * (rank % 2)], [4])
+    refused(DisagreementError, r"ranks \[0, 1\] together do not hold all of w", LocalShard(w[:2], [0], [4]), w)
+    refused(DisagreementError, "together do not hold all of w\nPass src=", halves, w, src=(0,))
+    refused(
+        DisagreementError, r"w  rank 0: float32 \(4,\)   rank 2: float32 \(5,\)", halves, LocalShard(w[:2], [0], [5])
+    )
+    refused(
+        RemoteError, r"\['w'\] is a shard of shape \(2,\) at \(3,\), not inside", halves, LocalShard(w[:2], [3], [4])
+    )
+    refused(RemoteError, r"\['w'\] is a shard of shape \(2,\) at \(3,\)", LocalShard(w[:2], [3], [4]), w)
+    weights.broadcast_state_dict({"w": halves if rank < 2 else w.zero_()}, src=[0, 1])
+    assert w.tolist() == [0, 1, 2, 3]
+
+
+def test_a_shard_on_the_meta_device_is_refused():
+    with pytest.raises(ValueError, match=r"\['w'\] is on the meta device; give it memory"):
+        WeightReceiver({"w": LocalShard(torch.empty(2, device="meta"), [0], [4])})
