@@ -12,7 +12,7 @@ import pytest
 from easydist.groups.registers import unseen
 from easydist.liveness import keepalive
 from easydist.liveness.monitor import Monitor
-from easydist.liveness.page import OwnPage, PeerPage, own_page
+from easydist.liveness.page import _VERSION, _VERSION_NBYTES, OwnPage, PeerPage, own_page
 from easydist.liveness.peer import RECORD_NBYTES, Peer, record
 from easydist.liveness.report import EXCEPTION
 
@@ -49,6 +49,30 @@ def test_a_group_with_a_long_or_foreign_name_is_seen(name):
     page.describe(entry, name, "0123456789abcdef", 3, 4)
     ((group, meeting, rank, size, *_),) = page.entries()
     assert (name.startswith(group), len(group) > 20, meeting, rank, size) == (True, True, "0123456789abcdef", 3, 4)
+
+
+def test_the_longest_register_touches_no_other():
+    page = OwnPage()
+    first, second = page.new_entry(), page.new_entry()
+    peer, longest = PeerPage.attach(*page.address), "x" * (_VERSION_NBYTES - _VERSION.size)
+    for text in ("s", "t"):
+        page.set_register(second, text)
+    for text in ("before", longest):
+        page.set_register(first, text)
+    with pytest.raises(ValueError, match="a register of 497 bytes does not fit a page: the group has too many ranks"):
+        page.set_register(first, f"{longest}x")
+    assert (peer.register(first), peer.register(second)) == (longest, "t")
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_call_whose_data_others_may_lack_counts_as_under_way(is_done):
+    page = OwnPage()
+    entry = page.new_entry()
+    peer = PeerPage.attach(*page.address)
+    page.begin(entry, b"gather", 0.0, number=3)
+    assert (peer.number(entry), peer.is_inside(entry)) == (3, True)
+    page.end(entry, 1.0, is_done)
+    assert (peer.number(entry), peer.is_inside(entry)) == (3, not is_done)
 
 
 def forked(child):

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 
 import launching
 import pytest
@@ -92,6 +93,19 @@ def test_a_report_about_another_group_of_the_process_is_not_about_this_one():
         monitor.begin("gather", "train.py:3")
         monitor.give_up(CollectiveTimeout("late"))
         assert [peer.rank for peer in reader._gave_up()] == heard
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_an_exception_counts_as_leaving_a_call_of_its_own_group_only(is_ours):
+    here, reader, page = Monitor(0, 2, timeout=1.0), Monitor(1, 2, timeout=1.0), own_page()
+    reader.peers[0] = Peer(0, record(page, here.entry, True))
+    reader.begin("gather", "train.py:3")
+    entry = here.entry if is_ours else here.entry + 1
+    page.set_report(-1, Report(EXCEPTION, "ValueError", 0, entry, 0, 1.0, time.monotonic(), left=1.0).to_json())
+    try:
+        assert [peer.rank for peer in reader._gave_up()] == ([0] if is_ours else [])
+    finally:
+        page.set_report(-1, "")
 
 
 IS_ENDED = """

@@ -22,7 +22,7 @@ MUTANTS = [
         "OwnPage.end",
         "        if is_done:\n            self._words[(start >> 3) + 1] = 0\n",
         "        self._words[(start >> 3) + 1] = 0\n",
-        "tests/groups/test_in_step.py::test_calls_stay_in_step_after_a_failure_that_some_do_not_notice",
+        "tests/liveness/test_page.py::test_a_call_whose_data_others_may_lack_counts_as_under_way",
     ),
     Mutant(
         "liveness/peer.py",
@@ -71,7 +71,7 @@ MUTANTS = [
         "GroupStatus._gave_up",
         "peer.is_same_group(one.entry) and ",
         "",
-        "tests/liveness/test_report.py::test_a_report_about_another_group_of_the_process_is_not_about_this_one",
+        "tests/liveness/test_report.py::test_an_exception_counts_as_leaving_a_call_of_its_own_group_only",
     ),
     Mutant(
         "liveness/monitor.py",

@@ -106,6 +106,16 @@ def the_page_is_written_before_the_store(modules):
     assert written == ["page", "store"]
 
 
+def a_group_too_large_for_pages_has_the_store(modules):
+    def refuse(*_):
+        raise ValueError("the group has too many ranks")
+
+    written = []
+    store = SimpleNamespace(set=lambda *told: written.append(told))
+    modules[0].StoreRegisters(store, 0, 2, SimpleNamespace(set_register=refuse), 0).write(RecoveryState())
+    assert written == [("recover/0", RecoveryState().to_json())]
+
+
 def pages_need_all_ranks_on_this_host(modules):
     peers = {1: SimpleNamespace(shares_pages=True), 2: SimpleNamespace(shares_pages=False)}
     assert not modules[0].are_on_one_host(peers, 0)
@@ -168,6 +178,7 @@ CASES = [
     all_have_to_be_known_where_the_ranks_have_met,
     an_unanswered_read_is_no_register,
     the_page_is_written_before_the_store,
+    a_group_too_large_for_pages_has_the_store,
     pages_need_all_ranks_on_this_host,
     time_is_taken_before_reading,
     who_continues_on_the_pages_writes_there_first,
