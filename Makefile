@@ -14,7 +14,7 @@ ranks = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick test gpu slurm stress torch-tests mutants coverage lint format docs captures bench release matrix clean
+.PHONY: help demo quick test gpu slurm stress torch-tests mutants coverage lint format docs captures bench bench-all release matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,11 +74,18 @@ captures: $(VENV)/.docs ## renew what terminals show in the docs; minutes
 	$(BIN)/python docs/captures/top.py
 	$(BIN)/python docs/captures/first_hour.py
 
-bench: $(VENV)/.bench ## compare with the peers, ratios in one run
+bench: $(VENV)/.bench ## compare with the peers, ratios in one run, and say which bounds hold
 	$(BIN)/python benchmarks/nested.py $(ARGS)
 	$(BIN)/python benchmarks/message_queue.py
 	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/metrics.py
+
+bench-all: bench $(VENV)/.test ## the same, and what costs more time: communicators, backends, gloo alone, weights on Ray
+	$(BIN)/python benchmarks/comms.py
+	$(BIN)/python benchmarks/shm.py
+	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/weights.py
+	$(BIN)/python benchmarks/trace.py
 
 release: $(VENV)/.release ## build wheel and sdist, and try both in empty environments; publishes nothing
 	BIN=$(BIN) .ci/release

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bounds import Bound, show
 
 from easydist.parallel import GroupCoordinator
 from easydist.testing import Pool
@@ -198,10 +199,6 @@ def measure(rank: int, world_size: int, seconds: float, vllm: Path | None) -> di
     return found
 
 
-Bound = tuple[str, float, float, bool]
-"""A text, the measured value, the bound, and True if the value must be above it."""
-
-
 def bounds(found: dict[Row, dict[str, float]], ranks: int) -> Iterator[Bound]:
     """Yield the required bounds."""
     for name, size, peer, least in (
@@ -212,20 +209,17 @@ def bounds(found: dict[Row, dict[str, float]], ranks: int) -> Iterator[Bound]:
         ("send + recv_tensor_dict", SMALL, VLLM, 4.0),
     ):
         if peer in found[name, size]:
-            yield (
-                f"{name} {size}: times faster than {peer}",
-                found[name, size][peer] / found[name, size][OURS],
-                least,
-                True,
-            )
+            ratio = found[name, size][peer] / found[name, size][OURS]
+            yield Bound(f"{name} {size}: times faster than {peer}", ratio, least)
     small, listed = found["broadcast_tensor_dict", SMALL], found["broadcast_object_list", SMALL]
-    yield f"broadcast_tensor_dict {SMALL}: times broadcast_object_list", small[OURS] / listed[OURS], 1.5, False
+    ratio = small[OURS] / listed[OURS]
+    yield Bound(f"broadcast_tensor_dict {SMALL}: times broadcast_object_list", ratio, 1.5, is_least=False)
     for (name, size), seconds in found.items():
         if QUEUE in seconds:
-            most = 2.0 if ranks == 2 else 1.5
-            yield f"{name}, {size}: times our queue", seconds[OURS] / seconds[QUEUE], most, False
+            most, ratio = 2.0 if ranks == 2 else 1.5, seconds[OURS] / seconds[QUEUE]
+            yield Bound(f"{name}, {size}: times our queue", ratio, most, is_least=False)
         if VLLM in seconds and SMALL not in size:
-            yield f"{name}, {size}: times as fast as {VLLM}", seconds[VLLM] / seconds[OURS], 1.0, True
+            yield Bound(f"{name}, {size}: times as fast as {VLLM}", seconds[VLLM] / seconds[OURS], 1.0)
 
 
 def shown(seconds: float) -> str:
@@ -241,11 +235,7 @@ def report(results: list[dict[Row, dict[str, float]]], ranks: int) -> None:
         found[row] = slowest = {name: max(each[row][name] for each in results) for name in times}
         peers = [f"{shown(slowest[p])}{slowest[p] / slowest[OURS]:8.2f}" if p in slowest else "" for p in (GLOO, VLLM)]
         print(f"{', '.join(row):40}{shown(slowest[OURS]):>10}{peers[0]:>20}{peers[1]:>20}".rstrip())
-    for text, figure, bound, is_least in bounds(found, ranks):
-        holds = figure >= bound if is_least else figure <= bound
-        print(
-            f"  {'held  ' if holds else 'missed'}  {text}: {figure:.2f}, at {'least' if is_least else 'most'} {bound}"
-        )
+    show(bounds(found, ranks))
 
 
 def main() -> None:

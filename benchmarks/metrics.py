@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from bounds import Bound, show
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAUROC
@@ -207,6 +208,10 @@ def report(world_size: int, rows: list[tuple[str, str, list[tuple[float, float]]
         print(
             f"{name:38}{ours * 1e3:9.2f} ms{theirs * 1e3:9.2f} ms   {statistics.median(ratios):6.1f} ({spread}) {peer}"
         )
+    show(
+        Bound(f"{name}, beside {peer}", statistics.median(their / our for our, their in rounds), 1.0)
+        for name, peer, rounds in rows
+    )
 
 
 def main() -> None:

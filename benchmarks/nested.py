@@ -3,8 +3,8 @@
 python benchmarks/nested.py [--ranks 2 4] [--seconds 0.5] [--only TEXT]
 
 For each piece of work it prints the median time of both, and the peer's time over easydist's: median, min and max of
-the rounds. The peer is accelerate on gloo, gloo itself, the copies in memory that the work needs at least, or easydist
-with more leaves. EASYDIST_SHM=0 measures easydist on gloo.
+the rounds, and below the table the bounds and whether they hold. The peer is accelerate on gloo, gloo itself, the
+copies in memory that the work needs at least, or easydist with more leaves. EASYDIST_SHM=0 measures easydist on gloo.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from bounds import Bound, show
 
 import easydist
 from easydist.cli.measure import BenchRow, Work, beside_accelerate, measured, trees
@@ -64,8 +65,27 @@ def measure(rank: int, world_size: int, seconds: float, only: str) -> list[Bench
     return measured(rank, world_size, seconds, only, works)
 
 
+LEAST = {
+    "pad + gather 2 ragged leaves": {2: 15.0, 4: 60.0},
+    "broadcast 16 x 1 MB": {4: 6.0},
+    "reduce 16 x 1 MB": {4: 8.0},
+}
+"""The least ratio to the peer's time, by work and number of ranks. Elsewhere no peer may be faster."""
+
+_COPIES = 0.5
+"""A gather takes at most twice as long as the copies that it needs."""
+
+
+def bounds(world_size: int, rows: list[BenchRow]) -> Iterator[Bound]:
+    """Yield the bounds of the table."""
+    for name, peer, rounds in rows:
+        least = LEAST.get(name, {}).get(world_size, 1.0)
+        ratio = statistics.median(their / our for our, their in rounds)
+        yield Bound(f"{name}, beside {peer}", ratio, _COPIES if peer == "memcpy" else least)
+
+
 def report(world_size: int, rows: list[BenchRow]) -> None:
-    """Print the table of one world size, from rank 0's times."""
+    """Print the table of one world size, from rank 0's times, and its bounds."""
     print(f"\n{world_size} ranks, {os.cpu_count()} cores")
     print(f"{'':42}{'easydist':>12}{'peer':>12}   peer / easydist: median (min to max)")
     for name, peer, rounds in rows:
@@ -75,6 +95,7 @@ def report(world_size: int, rows: list[BenchRow]) -> None:
         print(
             f"{name:42}{ours * 1e6:9.0f} µs{theirs * 1e6:9.0f} µs   {statistics.median(ratios):6.1f} ({spread}) {peer}"
         )
+    show(bounds(world_size, rows))
 
 
 def main() -> None:
