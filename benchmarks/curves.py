@@ -1,4 +1,4 @@
-"""Measure the time of a gather by bytes and by leaves, and draw docs/performance.svg.
+"""Measure the time of a gather by bytes and by leaves, and draw docs/performance-light.svg and -dark.svg.
 
 python benchmarks/curves.py [--ranks 2] [--output docs/performance.svg]
 """
@@ -31,7 +31,7 @@ def tree(panel: str, x: int) -> dict[str, torch.Tensor]:
 
 
 def measure(rank: int, world_size: int, with_peer: bool) -> dict[str, dict[str, list[float]]]:
-    """Return the best time of a call in microseconds, per panel and library."""
+    """Return the best time of a call in seconds, per panel and library."""
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     from easydist.cli.measure import agreed, timed
@@ -50,7 +50,7 @@ def measure(rank: int, world_size: int, with_peer: bool) -> dict[str, dict[str, 
             for name, gather in libraries.items():
                 repeats = max(1, min(100, int(0.05 / agreed(timed(lambda g=gather, d=data: g(d), 2)))))
                 times = [timed(lambda g=gather, d=data: g(d), repeats) for _ in range(7)]
-                found[panel][name].append(min(times) * 1e6)
+                found[panel][name].append(min(times))
     return found
 
 
@@ -63,20 +63,30 @@ def measured(ranks: int, shm: bool) -> dict[str, dict[str, list[float]]]:
 
 
 def draw(ranks: int, output: Path) -> None:
-    """Measure and draw."""
+    """Measure, and draw for light and for dark pages."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter
 
     shared, gloo = measured(ranks, shm=True), measured(ranks, shm=False)
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    for axis, (panel, points) in zip(axes, PANELS.items(), strict=True):
-        axis.loglog(points, shared[panel]["accelerate"], "s--", color="tab:red", label="accelerate")
-        axis.loglog(points, gloo[panel]["easydist"], "^-", color="tab:orange", label="easydist on gloo")
-        axis.loglog(points, shared[panel]["easydist"], "o-", color="tab:blue", label="easydist")
-        axis.set(xlabel=panel, ylabel="microseconds per gather")
-        axis.grid(visible=True, which="both", alpha=0.2)
-    axes[0].legend(title=f"{ranks} ranks, {os.cpu_count()} cores")
+    curves = (
+        ("accelerate", shared, "accelerate", "s--", "tab:red"),
+        ("easydist on gloo", gloo, "easydist", "^-", "tab:orange"),
+        ("easydist", shared, "easydist", "o-", "tab:blue"),
+    )
     plt.rcParams["svg.hashsalt"] = "easydist"  # the same drawing gives the same file
-    figure.savefig(output, metadata={"Date": None})
+    for kind, style in (("light", "default"), ("dark", "dark_background")):
+        with plt.style.context(style):
+            figure, axes = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True, sharey=True)
+            for axis, (panel, points) in zip(axes, PANELS.items(), strict=True):
+                for label, found, library, line, color in curves:
+                    axis.loglog(points, found[panel][library], line, color=color, label=label)
+                axis.set(xlabel=panel)
+                axis.xaxis.set_major_formatter(EngFormatter("B" if "bytes per rank" in panel else ""))
+                axis.grid(visible=True, alpha=0.3)
+            axes[0].set(ylabel="time of one gather")
+            axes[0].yaxis.set_major_formatter(EngFormatter("s"))
+            axes[0].legend(title=f"{ranks} ranks, {os.cpu_count()} cores")
+            figure.savefig(output.with_stem(f"{output.stem}-{kind}"), metadata={"Date": None}, transparent=True)
 
 
 def main() -> None:

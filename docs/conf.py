@@ -22,6 +22,9 @@ exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_title = f"easydist {release}"
+html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
+html_theme_options = {"light_logo": "logo-light.svg", "dark_logo": "logo-dark.svg", "sidebar_hide_name": True}
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -23,6 +23,8 @@ EASYDIST = (sys.executable, "-m", "easydist")
 def main() -> None:
     """Take the picture when the waits have lasted long enough to be red."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # So that the picture shows no path of this machine.
+    env |= {"PYTHON_EXEC": "python", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     job = subprocess.Popen([*EASYDIST, "run", "-n", "4", "stuck.py"], cwd=HERE, env=env)
     try:
         with Terminal(*EASYDIST, "top", str(job.pid), columns=104, rows=10, cwd=HERE, env=env) as top:
