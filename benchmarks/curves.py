@@ -1,4 +1,4 @@
-"""Measure the time of a gather by bytes and by leaves, and draw docs/performance-light.svg and -dark.svg.
+"""Measure the time of a gather by bytes and by leaves, and draw docs/performance.svg.
 
 python benchmarks/curves.py [--ranks 2] [--output docs/performance.svg]
 """
@@ -20,6 +20,9 @@ from easydist.testing import Pool
 
 NBYTES = [16 * 4**k for k in range(11)]
 LEAVES = [1, 3, 10, 30, 100, 300, 1000]
+INK = "#7d8590"
+"""The colour of text and lines, to be read on light and on dark pages."""
+
 PANELS = {"one leaf, bytes per rank": NBYTES, "leaves of 16 bytes": LEAVES}
 
 
@@ -63,7 +66,7 @@ def measured(ranks: int, shm: bool) -> dict[str, dict[str, list[float]]]:
 
 
 def draw(ranks: int, output: Path) -> None:
-    """Measure, and draw for light and for dark pages."""
+    """Measure, and draw."""
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter
 
@@ -74,19 +77,19 @@ def draw(ranks: int, output: Path) -> None:
         ("easydist", shared, "easydist", "o-", "tab:blue"),
     )
     plt.rcParams["svg.hashsalt"] = "easydist"  # the same drawing gives the same file
-    for kind, style in (("light", "default"), ("dark", "dark_background")):
-        with plt.style.context(style):
-            figure, axes = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True, sharey=True)
-            for axis, (panel, points) in zip(axes, PANELS.items(), strict=True):
-                for label, found, library, line, color in curves:
-                    axis.loglog(points, found[panel][library], line, color=color, label=label)
-                axis.set(xlabel=panel)
-                axis.xaxis.set_major_formatter(EngFormatter("B" if "bytes per rank" in panel else ""))
-                axis.grid(visible=True, alpha=0.3)
-            axes[0].set(ylabel="time of one gather")
-            axes[0].yaxis.set_major_formatter(EngFormatter("s"))
-            axes[0].legend(title=f"{ranks} ranks, {os.cpu_count()} cores")
-            figure.savefig(output.with_stem(f"{output.stem}-{kind}"), metadata={"Date": None}, transparent=True)
+    plt.rcParams.update(dict.fromkeys(("text.color", *(f"{at}.color" for at in ("xtick", "ytick", "grid"))), INK))
+    plt.rcParams.update({"axes.edgecolor": INK, "axes.labelcolor": INK})
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True, sharey=True)
+    for axis, (panel, points) in zip(axes, PANELS.items(), strict=True):
+        for label, found, library, line, color in curves:
+            axis.loglog(points, found[panel][library], line, color=color, label=label)
+        axis.set(xlabel=panel)
+        axis.xaxis.set_major_formatter(EngFormatter("B" if "bytes per rank" in panel else ""))
+        axis.grid(visible=True, alpha=0.3)
+    axes[0].set(ylabel="time of one gather")
+    axes[0].yaxis.set_major_formatter(EngFormatter("s"))
+    axes[0].legend(title=f"{ranks} ranks, {os.cpu_count()} cores", framealpha=0)
+    figure.savefig(output, metadata={"Date": None}, transparent=True)
 
 
 def main() -> None:
