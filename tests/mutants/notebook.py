@@ -57,7 +57,7 @@ MUTANTS = [
         "_environment",
         " if not name.startswith(_FROM_LAUNCHERS)",
         "",
-        "tests/notebook/test_processes.py::test_paths_of_any_kind_and_no_ranks",
+        "tests/notebook/test_processes.py::test_a_kernel_under_a_launcher_passes_on_none_of_its_variables",
     ),
     Mutant(
         "notebook/values.py",

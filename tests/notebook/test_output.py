@@ -2,9 +2,17 @@
 
 import pytest
 
-from easydist.notebook.lines import Flood, Whole, height
+from easydist.notebook.lines import Flood, Shown, Whole, height
 from easydist.notebook.magics import chosen
 from easydist.notebook.output import Output
+
+
+def test_a_line_that_a_rank_writes_again_is_another_line():
+    shown, line = Shown([0, 1]), ("stdout", "step")
+    shown.add([0], line)
+    assert [shown.follow(1, line) for _ in range(2)] == [True, False]
+    shown.add([1], line)
+    assert [shown.follow(0, line) for _ in range(2)] == [True, False]
 
 
 class Page:

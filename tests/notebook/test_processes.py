@@ -6,11 +6,14 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from kernels import Kernel, kernel, until
 from launching import finished, python, start, within
+
+from easydist.notebook.process import _environment
 
 pytestmark = pytest.mark.slow
 
@@ -159,6 +162,15 @@ def test_paths_of_any_kind_and_no_ranks():
         process = start(sys.executable, "-c", ODD_PATHS, env=os.environ | {"TMPDIR": folder})
         ((out, err),) = finished(process)
     assert out.splitlines() == ["rank 0: 0", "[] [] None"], err
+
+
+def test_a_kernel_under_a_launcher_passes_on_none_of_its_variables(monkeypatch):
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "GROUP_RANK"):
+        monkeypatch.setenv(name, "of the launcher")
+    monkeypatch.setenv("HF_HOME", "kept")
+    found = _environment(1, SimpleNamespace(size=2, port=7), {"HF_HOME": "", "MINE": "a"})
+    assert not [name for name in found if found[name] == "of the launcher"]
+    assert (found["RANK"], found["WORLD_SIZE"], found["MINE"], "HF_HOME" in found) == ("1", "2", "a", False)
 
 
 def test_a_rank_that_does_not_start_says_why(tmp_path):
