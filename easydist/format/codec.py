@@ -76,6 +76,12 @@ def demand_pickle() -> None:
         )
 
 
+class _Chunks(list[Any]):
+    """The pieces that a pickler writes, in order."""
+
+    write = list.append
+
+
 class _Table(dict[type, Callable[[Any], Any]]):
     """The table of reducers: ours, then those registered with ``copyreg`` at the time of the look-up; no DTensor."""
 
@@ -119,9 +125,9 @@ class EncodedObject:
     """
 
     def __init__(self, value: object) -> None:
-        chunks: list[Any] = []
+        chunks = _Chunks()
         self._buffers: list[memoryview] = []
-        pickler = pickle.Pickler(SimpleNamespace(write=chunks.append), 5, buffer_callback=self._keep)
+        pickler = pickle.Pickler(chunks, 5, buffer_callback=self._keep)
         pickler.dispatch_table = _TABLE
         strings = Strings.of(value)
         self.is_strings = strings is not None
@@ -149,10 +155,17 @@ class EncodedObject:
         Raises:
             UnsafeObjectError: It holds an object that is not allow-listed.
         """
-        if any(code in text for text in self._texts[1:] for code in _NAMING):
+        if self._names_globals():
             skeleton = b"".join(self._texts[1:])
             writable = [raw if not raw.readonly else memoryview(bytearray(raw)) for raw in self._buffers]
             Unpickler(memoryview(skeleton), writable, MAKERS, weigh).load()
+
+    def _names_globals(self) -> bool:
+        for text in self._texts[1:]:
+            for code in _NAMING:  # a generator would take as long as the pickling of a small value
+                if code in text:
+                    return True
+        return False
 
     def parts(self) -> list[bytes | memoryview]:
         """Return the bytes, piece by piece."""
