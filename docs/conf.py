@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import doctest
+import re
 from importlib.metadata import version as installed_version
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.util.nodes import make_refnode
 
 project = "easydist"
 release = installed_version("easydist")
@@ -53,5 +55,24 @@ def _execute_sessions(app: Sphinx, doctree: nodes.document) -> None:
             block["groups"] = ["default"]
 
 
+# On these pages the names are often those of another library, or of methods.
+_WITHOUT_LINKS = re.compile(r"api|communicators|parallel|coming_from_.*|design/.*")
+_NAME = re.compile(r"(?:easydist\.)?([A-Za-z_][\w.]*)(?:\(.*\))?", re.DOTALL)
+
+
+def _link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Link `gather`, `gather(x, dst=0)` or `metrics.compute` on a page to its entry in the reference."""
+    if _WITHOUT_LINKS.fullmatch(page):
+        return
+    objects = app.env.get_domain("py").objects
+    for literal in list(doctree.findall(nodes.literal)):
+        match = _NAME.fullmatch(literal.astext())
+        entry = objects.get(f"easydist.{match[1]}") if match else None
+        is_free = not isinstance(literal.parent, (nodes.reference, nodes.title, nodes.caption))
+        if entry and entry.objtype != "module" and is_free:
+            literal.replace_self(make_refnode(app.builder, page, entry.docname, entry.node_id, literal.deepcopy()))
+
+
 def setup(app: Sphinx) -> None:
     app.connect("doctree-read", _execute_sessions)
+    app.connect("doctree-resolved", _link_names)

@@ -51,27 +51,24 @@ class EasydistError(Exception):
 
     In IPython and Jupyter the traceback ends at the call of easydist and omits the frames inside. ``%xmode Verbose``
     shows all of it, as ``traceback.print_exc`` does.
-
-    Attributes:
-        raised_in: The communicators of the group, if all of its ranks raise this error; else None.
-        is_final: True if the group cannot be connected again.
-        is_reported: True if another rank has reported it.
-        is_earlier: True if it ended a call that this rank had left before: then the group only has to reconnect.
-        is_interrupt: True if Ctrl-C on another rank is the reason.
-        is_told: True if an operation, or a wait, of a communicator has raised it.
-        call: The number of the call of all ranks that it ends, for ranks that wait for a message instead: they count
-            that call as made. Else None.
-        circle: The waits that it ends, if ranks wait for one another in a circle: each rank, its partner, and the kind
-            and the number of the message.
     """
 
+    # These are easydist's own. The communicators of the group, if all of its ranks raise this error:
     raised_in: object = None
+    # True if the group cannot be connected again.
     is_final = False
+    # True if it ended a call that this rank had left before: then the group only has to reconnect.
     is_earlier = False
+    # True if another rank has reported it.
     is_reported = False
+    # True if Ctrl-C on another rank is the reason.
     is_interrupt = False
+    # True if an operation, or a wait, of a communicator has raised it.
     is_told = False
+    # The call of all ranks that it ends, for ranks that wait for a message instead: they count that call as made.
     call: int | None = None
+    # The waits that it ends, if ranks wait for one another in a circle: each rank, its partner, and the kind and the
+    # number of the message.
     circle: Sequence[Sequence[int]] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -56,7 +56,7 @@ class TracedCall(NamedTuple):
     ``broadcast`` and ``reduce`` with ``check=False``, and if a rank never came.
     """
     nbytes: int | None
-    """The bytes of this rank's data: of its tree's leaves, or of its encoded objects.
+    """The bytes of this rank's data, which is its tree's leaves, or its encoded objects.
 
     This counts the data that it sends and, if it receives into its own tree, the data that it receives; 0 if it passes
     no data. None if it is not known (tensor dicts, ``scatter_object_list``, a tree that could not be read), or if the

@@ -75,6 +75,7 @@ def main(folder: str, epochs: str) -> None:
         state.print(f"epoch {epoch + 1}: loss {loss:.3f}, accuracy {accuracy:.3f}")
         if state.is_main_process:  # also the place for wandb.log(…) or a SummaryWriter
             progress = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
+            path.parent.mkdir(parents=True, exist_ok=True)
             easydist.save(progress, path)
         easydist.wait_for_everyone()
 

@@ -32,6 +32,16 @@ def numbers(ranks: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
+def duration(seconds: float) -> str:
+    """Return a time with three digits, or whole seconds.
+
+    Example:
+        >>> duration(0.25), duration(1863.2)
+        ('0.25 s', '1863 s')
+    """
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
+
+
 def needs(part: str, package: str, extra: str) -> str:
     """Return which package a part of easydist lacks, and how to install it with the extra that names it.
 

@@ -146,5 +146,5 @@ def variables(env: Any) -> dict[str, str]:
 def _text(found: dict[str, dict[str, Any]]) -> str:
     lines = []
     for section, rows in found.items():
-        lines += [section, *(f"  {name:<22} {value}" for name, value in rows.items())]
+        lines += [section, *(f"  {name:<26} {value}" for name, value in rows.items())]
     return "\n".join(lines)

@@ -33,18 +33,33 @@ def _files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
     "arguments", metavar="SCRIPT [ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED, required=True, shell_complete=_files
 )
 def run(arguments: tuple[str, ...]) -> None:
-    """Run a script on N ranks of this machine.
+    """Run a script on several ranks, on this machine or a cluster.
 
-    Each line of their output begins with its rank. -n N is the number of ranks on this machine, and -m means that
-    SCRIPT is a module. All options of torchrun are accepted, including those for several machines. If ranks fail, the
-    traceback of the first one is printed at the end. With --survivors a rank that fails does not end the others, which
-    continue with easydist.recover(). With --job-key the ranks sign what they write to the store; FILE is made if there
-    is none, and every host needs it. With --on ray the ranks run on a Ray cluster, which gets the working directory: -n
-    of them, on --nodes nodes, with --cpus-per-rank and --gpus-per-rank; torchrun's own options are refused there. With
-    --on slurm they are the tasks of one srun, in the job of this shell or in one of its own; --slurm has further
-    options for it, and --dry-run prints a script for sbatch instead.
+    Each line of output begins with its rank. If ranks fail, the traceback of the first one is printed at the end.
     Ctrl-C ends everything that was started; a second one does not wait for it.
-    """
+
+    \b
+      -n N            the number of ranks (on this machine, without --on)
+      -m              SCRIPT is a module
+      --survivors     a rank that fails does not end the others, which
+                      continue with easydist.recover()
+      --job-key FILE  sign what the ranks write to the store; the file is made
+                      if there is none, and every host needs it
+
+    All options of torchrun are accepted, including those for several machines. With --on ray or --on slurm the
+    following ones take their place:
+
+    \b
+      --on ray        run on a Ray cluster, which gets the working directory
+      --on slurm      run as the tasks of one srun, in this shell's job or in
+                      one of its own
+      --nodes N       the same number of ranks on each of N nodes
+                      (slurm: also -N)
+      --cpus-per-rank N, --gpus-per-rank N
+                      the resources of each rank
+      --slurm OPTIONS further options for srun
+      --dry-run       slurm: print a script for sbatch, and start nothing
+    """  # noqa: D301 - click reads the control character
     from easydist.cli.launch import launch, leave
 
     status = launch(arguments)

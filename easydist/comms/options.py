@@ -95,7 +95,7 @@ class CommOptions:
 
     @property
     def timeout(self) -> Any:
-        """The limit of operations in milliseconds: a ``timedelta`` that equals their number. Assign either kind."""
+        """The limit of operations in milliseconds, as a ``timedelta`` that equals their number. Assign either kind."""
         return self._timeout
 
     @timeout.setter

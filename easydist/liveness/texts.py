@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from easydist.base.wording import duration
 from easydist.liveness import keepalive
 
 LOST = "The group cannot continue without it. Restart the job, or call easydist.recover() on the ranks that are left."
@@ -94,7 +95,7 @@ def late(
     if unknown:
         others = f"{who}, and {len(unknown)}" if missing else f"{len(unknown)} of {size} ranks"
         who = f"{others} could not be observed{',' if missing else ''}"
-    return "\n".join([f"{operation}: {who} within {seconds:.3g} s", *rows, *advice])
+    return "\n".join([f"{operation}: {who} within {duration(seconds)}", *rows, *advice])
 
 
 def lost(operation: str, who: str, what: str, rows: Sequence[str] = (), advice: str = LOST) -> str:
@@ -187,7 +188,7 @@ def unreached(operation: str, where: str, is_served_by_rank_0: bool, seconds: fl
     """
     server = row(0, "missing; it serves the store, and has not made its first call", "")
     rows = [server, own_row] if is_served_by_rank_0 else ["  the launcher serves it (torchrun, easydist run)", own_row]
-    head = f"{operation}: the store at {where}, where the ranks meet, was not reached within {seconds:.3g} s"
+    head = f"{operation}: the store at {where}, where the ranks meet, was not reached within {duration(seconds)}"
     return "\n".join([head, *rows, advice])
 
 

@@ -204,7 +204,7 @@ class MetricCollector:
             group_dst: The same, for any group.
 
         Returns:
-            The whole columns by name, with tensors on the CPU. On ranks other than ``dst``: None.
+            The whole columns by name, with tensors on the CPU; None on ranks other than ``dst``.
 
         Raises:
             ValueError: On all ranks: samples are missing, which the text names; an index came with different values; or
@@ -228,7 +228,7 @@ class MetricCollector:
             group_dst: As in ``compute``.
 
         Yields:
-            Columns by name, with consecutive rows in index order. On ranks other than ``dst``: None, as often.
+            Columns by name, with consecutive rows in index order; None, as often, on ranks other than ``dst``.
 
         Raises:
             ValueError: As for ``compute``. Different values of one index are found when their block comes.

@@ -88,7 +88,7 @@ def gather_for_metrics(
         timeout: The time limit of the call; None is the group's.
 
     Returns:
-        A new tree of the same structure. On ranks other than ``dst``: None.
+        A new tree of the same structure; None on ranks other than ``dst``.
 
     Raises:
         ValueError: It is unknown which rows are repeated samples, or which batches they came from; a sequence lacks

@@ -274,8 +274,8 @@ def compute(metrics: Any, *, group: Group = None, timeout: Timeout | None = None
         timeout: The time limit of the call; None is the group's.
 
     Returns:
-        The same structure with the values in place of the metrics, on every rank. The metrics do not change: ``reset``
-        them to start again.
+        The same structure with the values in place of the metrics, on every rank. The metrics do not change; call
+        their ``reset`` to start again.
 
     Raises:
         TypeError: ``metrics`` holds something else, or none at all.

@@ -51,7 +51,7 @@ def sync_and_compute(
         timeout: The time limit of the call; None is the group's.
 
     Returns:
-        The result of ``compute()``. On ranks other than ``recipient_rank``: None.
+        The result of ``compute()``; None on ranks other than ``recipient_rank``.
 
     Raises:
         TypeError: It is not a metric of torcheval.
@@ -89,7 +89,7 @@ def sync_and_compute_collection(
         timeout: As in ``sync_and_compute``.
 
     Returns:
-        The results by name. On ranks other than ``recipient_rank``: None.
+        The results by name; None on ranks other than ``recipient_rank``.
 
     Raises:
         Exception: As ``sync_and_compute``.
@@ -124,7 +124,7 @@ def get_synced_metric(
         timeout: As in ``sync_and_compute``.
 
     Returns:
-        The new metric. On ranks other than ``recipient_rank``: None.
+        The new metric; None on ranks other than ``recipient_rank``.
 
     Raises:
         Exception: As ``sync_and_compute``.
@@ -158,7 +158,7 @@ def get_synced_metric_collection(
         timeout: As in ``sync_and_compute``.
 
     Returns:
-        The new metrics by name. On ranks other than ``recipient_rank``: None.
+        The new metrics by name; None on ranks other than ``recipient_rank``.
 
     Raises:
         Exception: As ``sync_and_compute``.
@@ -191,7 +191,7 @@ def get_synced_state_dict(
         timeout: As in ``sync_and_compute``.
 
     Returns:
-        The state dict. On ranks other than ``recipient_rank``: an empty dict.
+        The state dict; an empty dict on ranks other than ``recipient_rank``.
 
     Raises:
         Exception: As ``sync_and_compute``.
@@ -225,7 +225,7 @@ def get_synced_state_dict_collection(
         timeout: As in ``sync_and_compute``.
 
     Returns:
-        The state dicts by name. On ranks other than ``recipient_rank``: None.
+        The state dicts by name; None on ranks other than ``recipient_rank``.
 
     Raises:
         Exception: As ``sync_and_compute``.

@@ -160,7 +160,7 @@ class ProcessState(metaclass=WithAdvice):
 
     @property
     def world(self) -> World:
-        """The world of this process: all processes that were launched, or the survivors."""
+        """The world of this process, which is all processes that were launched, or the survivors."""
         return self._adopt()
 
     @property

@@ -113,7 +113,7 @@ class ReduceOp:
 
     @property
     def unscaled(self) -> ReduceOp:
-        """The reduction of values that are ``scaled`` already: a sum for ``PREMUL_SUM``, else the reduction itself."""
+        """The reduction of values that are ``scaled`` already; a sum for ``PREMUL_SUM``, else the reduction itself."""
         return ReduceOp.SUM if self.is_scaled else self
 
     def scaled(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ def gather_object(
         obj: Another name for ``object``.
 
     Returns:
-        The list, on every rank; all values are copies, including this rank's own. On ranks other than ``dst``: None.
+        The list, on every rank; all values are copies, including this rank's own. None on ranks other than ``dst``.
 
     Raises:
         ValueError: ``dst`` is not a rank of the group, or is ambiguous.

@@ -124,7 +124,7 @@ def reduce(
             see "Gradients" in the documentation.
 
     Returns:
-        A new tree of the same structure; on ranks other than ``dst``: None. With ``"sum"``, ``"mean"`` and ``"none"``,
+        A new tree of the same structure; None on ranks other than ``dst``. With ``"sum"``, ``"mean"`` and ``"none"``,
         while grad mode is on, results of leaves that require grad have the derivative by this rank's own leaf
         (``scale``, divided by W for a mean), without an exchange in backward; pass ``x.detach()`` to avoid that. Other
         results are detached.

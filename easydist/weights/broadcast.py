@@ -88,7 +88,7 @@ def broadcast_state_dict(
         timeout: The time limit of the call; None is the group's.
 
     Returns:
-        On a receiver the updated state dict: the dict that it passed, or the ``state_dict()`` of the module or
+        On a receiver the updated state dict, which is the dict that it passed, or the ``state_dict()`` of the module or
         optimizer; if it passed nothing, new tensors by name. On a source its own state dict.
 
     Raises:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from easydist.agreement.disagreement import listed
+from easydist.base.wording import needs
 from easydist.groups.communicators import Communicators
 from easydist.weights.schedule import Packet
 
@@ -27,7 +28,7 @@ class Digests:
         try:
             from xxhash import xxh3_128
         except ImportError as error:
-            raise ImportError("verify=True needs xxhash; install easydist[weights]") from error
+            raise ImportError(needs("verify=True", "xxhash", "weights")) from error
         self._new = xxh3_128
         self._digests: dict[tuple[int, int], Any] = {}
 

@@ -70,7 +70,7 @@ def test_a_folder_that_is_missing_is_an_error(tmp_path):
 @pytest.mark.parametrize(("key", "shown"), [(KEY, "set: "), ("short key", "MALFORMED (hidden), takes a text of at")])
 def test_env_and_errors_never_show_the_key(key, shown):
     said = CliRunner().invoke(main, ["env"], env={"EASYDIST_JOB_KEY": key}).output
-    assert f"EASYDIST_JOB_KEY       {shown}" in said
+    assert f"EASYDIST_JOB_KEY           {shown}" in said
     assert key not in said
     assert key not in settings.fault({"EASYDIST_JOB_KEY": key})
 

@@ -5,9 +5,9 @@ from mutants.planting import Mutant
 MUTANTS = [
     Mutant(
         "format/codec.py",
-        "EncodedObject.check",
-        "for code in _NAMING)",
-        "for code in _NAMING[1:])",
+        "EncodedObject._names_globals",
+        "for code in _NAMING:",
+        "for code in _NAMING[1:]:",
         "tests/queue/test_queue.py::test_what_is_not_allow_listed_is_refused_by_both_ends",
     ),
     Mutant(
