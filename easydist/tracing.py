@@ -113,7 +113,7 @@ class Trace:
         Args:
             group: The ranks that take part; all of them have to call.
 
-        Cost: that of ``gather_object``; some hundred bytes per call.
+        Cost: that of ``gather_object``; a few hundred bytes per call.
         """
         every = gather_object(tuple(map(tuple, self.calls)), weights_only=True, group=group)
         return [[TracedCall(*call) for call in calls] for calls in every]
@@ -189,7 +189,7 @@ def trace() -> Trace:
         The ``Trace``. Its ``summary()`` is a table, which ``print(trace)`` prints and a notebook shows; its
         ``save(path)`` writes a file for Perfetto.
 
-    Cost: some microseconds and some hundred bytes per call.
+    Cost: a few microseconds and a few hundred bytes per call.
     """
     return Trace()
 

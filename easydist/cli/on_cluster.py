@@ -51,7 +51,7 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if not int(args.nproc_per_node) or (args.nodes is not None and args.nodes < 1):
         raise click.UsageError(f"--on {args.on} takes at least one rank and one node")
     if args.nodes and int(args.nproc_per_node) % args.nodes:
-        raise click.UsageError(f"{args.nproc_per_node} ranks cannot be equally many on each of {args.nodes} nodes")
+        raise click.UsageError(f"{args.nproc_per_node} ranks cannot be divided evenly among {args.nodes} nodes")
     amounts = (args.cpus_per_rank or 1.0, args.gpus_per_rank or 1.0)
     if args.on == "slurm" and not all(amount.is_integer() and amount > 0 for amount in amounts):
         raise click.UsageError("--on slurm takes whole numbers of CPUs and GPUs for each rank")

@@ -27,7 +27,7 @@ class Actors:
         size: The number of ranks.
         resources: The resources of each; None is one CPU.
         strategy: The placement group's.
-        nodes: The number of nodes, with equally many ranks on each; None leaves it to ``strategy``.
+        nodes: The number of nodes, with the same number of ranks on each; None leaves it to ``strategy``.
         runtime_env: Ray's runtime environment; local folders are uploaded.
         address: The cluster, as in ``ray.init``.
         ship: True to send the driver's easydist along; None to do so unless all nodes are this machine.

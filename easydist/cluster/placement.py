@@ -19,7 +19,7 @@ class Placement:
         resources: The resources of a rank.
         strategy: One of ``STRATEGIES``.
         seconds: The time limit.
-        nodes: The number of nodes, with equally many ranks; None leaves it to the strategy.
+        nodes: The number of nodes, with the same number of ranks each; None leaves it to the strategy.
 
     Raises:
         CollectiveTimeout: The resources were not free in time.

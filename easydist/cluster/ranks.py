@@ -31,7 +31,7 @@ class Ranks:
         size: The number of ranks.
         resources: The resources of each rank, as in a bundle of Ray's placement groups; None is one CPU.
         strategy: The placement group's: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``.
-        nodes: The number of nodes, with equally many ranks on each; None leaves it to ``strategy``.
+        nodes: The number of nodes, with the same number of ranks on each; None leaves it to ``strategy``.
         runtime_env: Ray's runtime environment for the ranks; local folders are uploaded.
         address: The cluster, as in ``ray.init``; not used if Ray is connected already. None: the one that Ray finds, or
             a new one on this machine, which ends with the ranks. There, they may be more than the cores.

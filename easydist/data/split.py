@@ -20,7 +20,7 @@ def split(inputs: Tree, parts: int, part: int, apply_padding: bool = False) -> T
     value by value; all other values are returned unchanged.
 
     Args:
-        inputs: The data to share out.
+        inputs: The data to split.
         parts: The number of shares.
         part: The index of the share to return.
         apply_padding: Repeat the last element until all shares have the same length.

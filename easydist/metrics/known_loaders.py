@@ -184,7 +184,7 @@ def _evened(left: int | None, block: int, size: int, drop_last: bool, fills: boo
         block: The samples of one rank in a step.
         size: The number of ranks.
         drop_last: True if the last step is dropped if it is not full.
-        fills: True if the last step is filled; otherwise all ranks get equally many samples.
+        fills: True if the last step is filled; otherwise all ranks get the same number of samples.
     """
     step = block * size
     if left is None or drop_last or left % step == 0:
@@ -226,7 +226,7 @@ def _left(loader: Any, steps: LoaderSteps, total: int | None, batch_size: int) -
         loader: The loader.
         steps: Its steps.
         total: The number of samples of a whole pass, if the loader does not know it.
-        batch_size: The samples of a batch before it is shared out.
+        batch_size: The samples of a batch before it is split.
     """
     try:
         total = len(_source(loader)) if total is None else total

@@ -422,7 +422,7 @@ class ProcessState(metaclass=WithAdvice):
         first processes get one element more.
 
         Args:
-            inputs: The data to share out; the same on every process.
+            inputs: The data to split; the same on every process.
             apply_padding: Repeat the last element until all shares have the same length.
             group: The ranks that share the data.
 

@@ -125,9 +125,9 @@ def reduce(
 
     Returns:
         A new tree of the same structure; None on ranks other than ``dst``. With ``"sum"``, ``"mean"`` and ``"none"``,
-        while grad mode is on, results of leaves that require grad have the derivative by this rank's own leaf
-        (``scale``, divided by W for a mean), without an exchange in backward; pass ``x.detach()`` to avoid that. Other
-        results are detached.
+        while grad mode is on, results of leaves that require grad have the derivative with respect to this rank's own
+        leaf (``scale``, divided by W for a mean), without an exchange in backward; pass ``x.detach()`` to avoid that.
+        Other results are detached.
 
     Raises:
         ValueError: There is no reduction of this name; ``dst`` is not a rank of the group, or is ambiguous, or is

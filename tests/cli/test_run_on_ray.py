@@ -126,7 +126,7 @@ def test_ranks_get_the_settings_of_the_shell_and_ray_logs_no_key(cluster, tmp_pa
         (["2", "--max-restarts", "3", "script.py"], "--on ray does not take --max-restarts"),
         (["2", "--standalone", "script.py"], "--on ray does not take --standalone"),
         (["2", "--log-dir", "logs", "script.py"], "--on ray does not take --log-dir"),
-        (["3", "--nodes", "2", "script.py"], "3 ranks cannot be equally many on each of 2 nodes"),
+        (["3", "--nodes", "2", "script.py"], "3 ranks cannot be divided evenly among 2 nodes"),
         (["3", "--dry-run", "script.py"], "--on ray does not take --dry-run"),
     ],
 )

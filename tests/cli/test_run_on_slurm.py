@@ -19,7 +19,7 @@ def told(*options, status=2):
     ("options", "text"),
     [
         (["--on", "slurm", "-n", "2"], "--on slurm needs srun; run this on a node of the cluster, or in a job"),
-        (["--on", "slurm", "-n", "4", "-N", "3"], "4 ranks cannot be equally many on each of 3 nodes"),
+        (["--on", "slurm", "-n", "4", "-N", "3"], "4 ranks cannot be divided evenly among 3 nodes"),
         (["--on", "slurm", "-n", "2", "-N", "0"], "--on slurm takes at least one rank and one node"),
         (["--on", "slurm", "-n", "0"], "--on slurm takes at least one rank and one node"),
         (["--on", "slurm", "--gpus-per-rank", "0.5"], "--on slurm takes whole numbers of CPUs and GPUs"),

@@ -36,8 +36,7 @@ MUTANTS = [
         "WriterEnd._has_room",
         "b + nbytes <= self._capacity",
         "b <= self._capacity",
-        "tests/queue/test_queue.py::test_what_a_queue_holds_without_a_reader "
-        "tests/queue/test_queue_ends.py::test_slow_readers_make_the_writer_wait",
+        "tests/queue/test_queue.py::test_a_message_that_fits_the_queue_waits_for_those_before_it",
     ),
     Mutant(
         "queue/writer.py",

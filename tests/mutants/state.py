@@ -15,7 +15,7 @@ MUTANTS = [
         "restart_key",
         "env.get('TORCHELASTIC_RESTART_COUNT', 0)",
         "0",
-        "tests/state/test_launchers.py -k restarts_meet",
+        "tests/state/test_environment.py -k starts_again",
     ),
     Mutant(
         "state/recovering.py",

@@ -115,6 +115,18 @@ def test_what_a_queue_holds_without_a_reader(pair):
     assert reader.dequeue(SOON) == 3
 
 
+def test_a_message_that_fits_the_queue_waits_for_those_before_it():
+    """By TCP: more than the system holds of one message, and no room for the next."""
+    writer = MessageQueue(1, 0, connect_ip="127.0.0.1", max_chunk_bytes=33 << 20, max_chunks=2)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    writer.enqueue(bytes(64 << 20), SOON)
+    with pytest.raises(TimeoutError, match="made no room in time"):
+        writer.enqueue(bytes(64 << 20), 0.05)
+    reading = in_thread(lambda: len(reader.dequeue(SOON)))
+    assert reading.join() == 64 << 20
+    writer.close()
+
+
 def test_threads_of_one_process():
     writer = MessageQueue(3, 2, [4, 1], connect_ip="127.0.0.1", **TINY)
     count = 300

@@ -7,7 +7,7 @@ import launching
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from easydist.state.environment import World, first_host, launched
+from easydist.state.environment import World, first_host, launched, restart_key
 
 TORCHRUN = {
     "RANK": "5",
@@ -267,3 +267,10 @@ def test_first_host_of_a_node_list(nodelist):
 def test_first_host_is_the_prefix_with_the_first_number(prefix, numbers, width):
     listed = ",".join(f"{n:0{width}}" for n in numbers)
     assert first_host(f"{prefix}[{listed}],other[1-3]") == f"{prefix}{numbers[0]:0{width}}"
+
+
+def test_ranks_that_a_launcher_starts_again_are_told_from_those_before():
+    env = {"WORLD_SIZE": "2"}
+    keys = [restart_key(env | {"TORCHELASTIC_RESTART_COUNT": count}) for count in ("0", "1")]
+    assert len({*keys, restart_key({"WORLD_SIZE": "3"})}) == 3
+    assert restart_key(env) == keys[0]
