@@ -37,6 +37,7 @@ from .errors import (
     DistributedOperationException as DistributedOperationException,
     EasydistError as EasydistError,
     LeftOutError as LeftOutError,
+    OverlappingCallError as OverlappingCallError,
     PeerLostError as PeerLostError,
     RemoteError as RemoteError,
     ShapeError as ShapeError,

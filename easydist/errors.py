@@ -15,6 +15,7 @@
     │   └── comms.CommTimeout              the same in an operation of a communicator
     ├── LeftOutError                       the others have recovered the group without this rank
     │   └── comms.CommLeftOut              the same for a communicator
+    ├── OverlappingCallError               another thread of this process is in a call of the group
     ├── WireError                          bytes that are not a valid message
     └── UnsafeObjectError                  decoding met a global that is not allow-listed
         └── comms.objcol.WeightsOnlyError  the same in an object collective of a communicator
@@ -172,6 +173,13 @@ class LeftOutError(EasydistError):
 
     is_final = True
     members: tuple[int, ...] = ()
+
+
+class OverlappingCallError(EasydistError, RuntimeError):
+    """The error of a call in a group in which another thread of this process, or what a signal interrupted, is in one.
+
+    Only this call raises, at once. The other one is not disturbed. The text names both threads and lines.
+    """
 
 
 class WireError(EasydistError, ValueError):

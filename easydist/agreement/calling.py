@@ -17,6 +17,7 @@ import numpy as np
 from easydist.agreement.notes import Notes, listeners
 from easydist.base.torch_private import backward_id
 from easydist.base.wording import counted
+from easydist.errors import OverlappingCallError
 from easydist.groups.communicators import Communicators
 from easydist.typing import Timeout
 
@@ -38,7 +39,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
     Raises:
         TypeError: ``timeout`` is neither a number of seconds nor a timedelta, or the peer is no integer.
         ValueError: ``timeout`` is not positive, or the peer is not another rank of the group.
-        RuntimeError: Another call of this process is under way in the group, in another thread or below this one. But
+        OverlappingCallError: Another call of this process is under way in the group, in another thread or below it. But
             calls that autograd makes in several threads of one backward pass wait for one another.
     """
 
@@ -107,7 +108,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         self._turn = backward_id() >= 0 and comms.turns.acquire()
         other = comms.under_way.setdefault(_CALL, self)  # atomic between threads, and for an interrupt
         if other is not self:
-            raise RuntimeError(self._two_at_once(other))
+            raise OverlappingCallError(self._two_at_once(other))
         # In a call of its own, before this one is numbered: some ranks may only read ``process_group``.
         if comms.founding is not None:
             self._timeout = comms.found(self._operation, self._site, self._timeout)

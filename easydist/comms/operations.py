@@ -16,7 +16,7 @@ from easydist.comms.failures import BROKEN, BROKEN_WRAPPED, CommDisagreement, ab
 from easydist.comms.hooks import HookArgs, Hooks, traced
 from easydist.comms.options import CommOptions, checked_hints, limited
 from easydist.comms.statuses import Statuses, asks_for_headers, compare_headers
-from easydist.errors import DisagreementError, EasydistError
+from easydist.errors import DisagreementError, EasydistError, OverlappingCallError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.timed_store import TimedStore
 from easydist.transport.backend import Backend
@@ -165,7 +165,7 @@ class Operations:
         waits = limit if self._is_on_cpu or limit is not self.time_limit else None
         mine = threading.get_ident(), name
         if (other := self.busy.setdefault("operation", mine)) is not mine:
-            raise RuntimeError(self._two_at_once(mine, other))
+            raise OverlappingCallError(self._two_at_once(mine, other))
         try:
             if (backend := self._backend).compares:
                 if self._is_checked:
