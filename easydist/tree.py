@@ -21,6 +21,7 @@ import torch
 
 from easydist.base import html
 from easydist.base.torch_private import NODES, register_node
+from easydist.base.wording import some
 from easydist.typing import Tree
 
 __all__ = [
@@ -262,7 +263,7 @@ class Spec:
             ValueError: There are more or fewer leaves than paths.
         """
         if len(leaves) != len(self.paths):
-            raise ValueError(f"the tree has {len(self.paths)} leaves, got {len(leaves)}")
+            raise ValueError(f"the tree has {some(len(self.paths), 'leaf', 'leaves')}, got {len(leaves)}")
         return _close(self._root, leaves)
 
     def _repr_html_(self) -> str:

@@ -5,10 +5,20 @@ import pytest
 import torch
 
 import easydist
+from easydist import metrics, tree, weights
 from easydist.errors import WireError
+from easydist.queue import MessageQueue
 from easydist.testing import distributed
 
 DATA = {"a": torch.ones(1)}
+
+
+def publish_twice():
+    publisher = weights.WeightPublisher(DATA)
+    publisher.publish(3)
+    publisher.publish(3)
+
+
 MISTAKES = {
     "a rank as text": (
         lambda: easydist.broadcast(DATA, from_process="0"),
@@ -48,6 +58,299 @@ MISTAKES = {
         lambda: easydist.barrier,
         AttributeError("module 'easydist' has no attribute 'barrier'; use easydist.wait_for_everyone"),
     ),
+    "a reduction that is not there": (
+        lambda: easydist.reduce(DATA, "avg"),
+        ValueError(
+            "reduce: there is no reduction 'avg'; choose from 'mean', 'sum', 'max', 'min', 'prod', 'and', 'or', 'xor',"
+            " 'none'"
+        ),
+    ),
+    "a reduction of a wrong type": (
+        lambda: easydist.reduce(DATA, True),
+        TypeError(
+            "reduce: there is no reduction True; choose from 'mean', 'sum', 'max', 'min', 'prod', 'and', 'or', 'xor', "
+            "'none'"
+        ),
+    ),
+    "a scale as text": (lambda: easydist.reduce(DATA, "sum", "2"), TypeError("reduce: scale='2' is not a number")),
+    "text in place of tensors": (
+        lambda: easydist.gather("abc"),
+        TypeError(
+            "gather: the tree holds no tensor, array or number (the value is 'abc'); use gather_object for other values"
+        ),
+    ),
+    "a dict of text": (
+        lambda: easydist.gather({"a": "x"}),
+        TypeError(
+            "gather: the tree holds no tensor, array or number (['a'] is 'x'); use gather_object for other values"
+        ),
+    ),
+    "a set": (
+        lambda: easydist.gather({1, 2}),
+        TypeError(
+            "gather: the tree holds no tensor, array or number (the value is builtins.set); use gather_object for "
+            "other values"
+        ),
+    ),
+    "nothing": (
+        lambda: easydist.gather(None),
+        TypeError(
+            "gather: the tree holds no tensor, array or number (the value is None); use gather_object for other values"
+        ),
+    ),
+    "a sparse tensor": (
+        lambda: easydist.gather(torch.ones(2).to_sparse()),
+        TypeError("the value is not a dense tensor (torch.sparse_coo on cpu); pass its dense parts"),
+    ),
+    "a tensor without data": (
+        lambda: easydist.gather(torch.ones(2, device="meta")),
+        TypeError("the value is a meta tensor, which has no data; pass a tensor with data"),
+    ),
+    "a dimension that is not there": (
+        lambda: easydist.gather(DATA, dim=3),
+        ValueError("gather: ['a'] of shape (1,) has no dim 3"),
+    ),
+    "a dimension as text": (
+        lambda: easydist.gather(DATA, dim="0"),
+        TypeError("dim='0' is not a dimension: pass an integer"),
+    ),
+    "a negative timeout": (lambda: easydist.gather(DATA, timeout=-1), ValueError("gather: timeout=-1 is not positive")),
+    "a timeout as text": (
+        lambda: easydist.gather(DATA, timeout="5"),
+        TypeError("gather: timeout= takes seconds or a datetime.timedelta, got '5'"),
+    ),
+    "no time at all": (lambda: easydist.gather(DATA, timeout=0), ValueError("gather: timeout=0 is not positive")),
+    "a group by its number": (
+        lambda: easydist.gather(DATA, group=1),
+        TypeError(
+            "group= takes None, a ProcessGroup, a one-dimensional DeviceMesh, a TorchComm or a GroupCoordinator, got "
+            "int"
+        ),
+    ),
+    "a group by its ranks": (
+        lambda: easydist.gather(DATA, group=[0]),
+        TypeError(
+            "group= takes None, a ProcessGroup, a one-dimensional DeviceMesh, a TorchComm or a GroupCoordinator, got "
+            "list"
+        ),
+    ),
+    "a group by its name": (
+        lambda: easydist.gather(DATA, group="world"),
+        TypeError(
+            "group= takes None, a ProcessGroup, a one-dimensional DeviceMesh, a TorchComm or a GroupCoordinator, got "
+            "str"
+        ),
+    ),
+    "a gradient on one rank": (
+        lambda: easydist.gather(DATA, dst=0, differentiable=True),
+        ValueError(
+            "gather: differentiable=True needs a result on every rank, because all take part in backward; leave out "
+            "dst="
+        ),
+    ),
+    "a dict in place of a list": (
+        lambda: easydist.broadcast_object_list({"a": 1}),
+        TypeError("broadcast_object_list: object_list has to be a list, got dict"),
+    ),
+    "text in place of a list": (
+        lambda: easydist.broadcast_object_list("abc"),
+        TypeError("broadcast_object_list: object_list has to be a list, got str"),
+    ),
+    "no list to scatter": (
+        lambda: easydist.scatter_object_list([None], None),
+        TypeError("scatter_object_list: scatter_object_input_list has to be a list, got NoneType"),
+    ),
+    "a part of a number": (
+        lambda: easydist.scatter(torch.tensor(1.0)),
+        ValueError("scatter: the tensor of shape () has no dim 0"),
+    ),
+    "a message to oneself": (
+        lambda: easydist.send_tensor_dict(DATA, dst=0),
+        ValueError("send_tensor_dict: dst=0 is not another rank of the group, which has 1 rank (0); this is rank 0"),
+    ),
+    "a message to a rank that is not there": (
+        lambda: easydist.send_tensor_dict([1], dst=1),
+        ValueError("send_tensor_dict: dst=1 is not another rank of the group, which has 1 rank (0); this is rank 0"),
+    ),
+    "a source without data": (
+        lambda: easydist.broadcast_tensor_dict(None),
+        ValueError("broadcast_tensor_dict: rank 0 is the source, but its tensor_dict is None"),
+    ),
+    "a set in a tensor dict": (
+        lambda: easydist.broadcast_tensor_dict({"a": {1}}),
+        TypeError(
+            "['a'] is a set; a tensor dict holds tensors, arrays, numbers, text, bytes, None and plain containers of "
+            "them: send its parts, or use broadcast_object_list"
+        ),
+    ),
+    "padding of text": (
+        lambda: easydist.pad_across_processes("x"),
+        TypeError(
+            "pad_across_processes: the tree holds no tensor, array or number (the value is 'x'); use gather_object for"
+            " other values"
+        ),
+    ),
+    "padding along text": (
+        lambda: easydist.pad_across_processes(torch.ones(2), dim="x"),
+        TypeError("dim='x' is not a dimension: pass an integer"),
+    ),
+    "padding with text": (
+        lambda: easydist.pad_across_processes(torch.ones(2), pad_index="x"),
+        TypeError("pad_across_processes: pad_index='x' is not a number"),
+    ),
+    "nothing to concatenate": (lambda: easydist.concatenate([]), ValueError("concatenate needs at least one item")),
+    "trees that differ": (
+        lambda: easydist.concatenate([{"a": torch.ones(1)}, {"b": torch.ones(1)}]),
+        ValueError("concatenate: item 1 and item 0 differ in ['a'], ['b']"),
+    ),
+    "a path and a tree, swapped": (
+        lambda: easydist.save("x.safetensors", DATA),
+        TypeError("save: got dict as the path, and a path as the tree: they are swapped; pass save(tree, path)"),
+    ),
+    "a function in a file": (
+        lambda: easydist.save({"a": lambda: 1}, "x.safetensors"),
+        TypeError(
+            "['a'] is a function; a file holds tensors, arrays, numbers, text, bytes, None and plain containers of "
+            "them: save its parts, or use torch.save"
+        ),
+    ),
+    "a set in a file": (
+        lambda: easydist.save({"a": {1}}, "x.safetensors"),
+        TypeError(
+            "['a'] is a set; a file holds tensors, arrays, numbers, text, bytes, None and plain containers of them: "
+            "save its parts, or use torch.save"
+        ),
+    ),
+    "batches of nothing": (lambda: metrics.distributed_loader(range(3), 0), ValueError("batch_size=0 is less than 1")),
+    "a sampler of one's own": (
+        lambda: metrics.distributed_loader(range(3), 1, sampler=[1]),
+        TypeError(
+            "distributed_loader: sampler= is not accepted, because the loader itself splits the samples among the ranks"
+        ),
+    ),
+    "rows of no loader": (
+        lambda: easydist.gather_for_metrics(DATA),
+        ValueError(
+            "gather_for_metrics: no loader prepared with accelerate tells which samples are repeated; pass loader= "
+            "(the loader that these rows come from), indices=, or total= (the number of samples)"
+        ),
+    ),
+    "another number of rows": (
+        lambda: easydist.gather_for_metrics(DATA, total=3),
+        ValueError(
+            "gather_for_metrics: ['a']: the ranks have 1 row, 1 in all, but total is 3; pass loader= or indices= to "
+            "tell which rows are repeated"
+        ),
+    ),
+    "more indices than rows": (
+        lambda: easydist.gather_for_metrics(DATA, indices=[1, 2]),
+        ValueError("gather_for_metrics: ['a'] has 1 row on the ranks, indices has 2; pass one index per row"),
+    ),
+    "a number of samples as text": (
+        lambda: easydist.MetricCollector("x"),
+        TypeError("MetricCollector: total='x' is not a number of samples"),
+    ),
+    "more rows than indices": (
+        lambda: easydist.MetricCollector(2).update([0], x=torch.ones(2)),
+        ValueError("MetricCollector: ['x'] has 2 rows, indices has 1; pass one row per sample"),
+    ),
+    "an index beyond the dataset": (
+        lambda: easydist.MetricCollector(2).update([2], x=torch.ones(1)),
+        ValueError("MetricCollector: index 2 is out of range for a dataset of 2 samples"),
+    ),
+    "samples that never came": (
+        lambda: easydist.MetricCollector(2).compute(),
+        ValueError("MetricCollector: 2 of 2 samples are missing: 0, 1"),
+    ),
+    "one value for several rows": (
+        lambda: easydist.MetricCollector(2).update([0], x=0.5),
+        ValueError("MetricCollector: ['x'] has one value, indices has 1; pass one row per sample"),
+    ),
+    "a state of a wrong type": (
+        lambda: easydist.MetricCollector(2).load_state_dict([]),
+        ValueError("load_state_dict: the state has the type list; pass a result of MetricCollector.state_dict"),
+    ),
+    "indices that are floats": (
+        lambda: easydist.MetricCollector(2).update(torch.tensor([0.0]), x=torch.ones(1)),
+        ValueError("MetricCollector: indices has to be one integer per row, got torch.float32 (1,)"),
+    ),
+    "a negative weight": (
+        lambda: metrics.WeightedMean().update(1.0, weight=-1),
+        ValueError("WeightedMean: a weight is negative or not finite"),
+    ),
+    "a mean of text": (
+        lambda: metrics.WeightedMean().update("1", weight=1),
+        TypeError("value is str; pass a real number, or a tensor or array of such"),
+    ),
+    "a sum of text": (
+        lambda: metrics.Sums().update(a="x"),
+        TypeError("a is str; pass a real number, or a tensor or array of such"),
+    ),
+    "a seed as text": (
+        lambda: easydist.set_seed("x"),
+        TypeError("set_seed: seed has to be an integer, got 'x' (str); convert it with int(…)"),
+    ),
+    "a limit as text": (
+        lambda: easydist.ProcessState().main_process_first(timeout="x").__enter__(),
+        TypeError("main_process_first: timeout= takes seconds or a datetime.timedelta, got 'x'"),
+    ),
+    "more local readers than readers": (
+        lambda: MessageQueue(1, 2),
+        ValueError(
+            "MessageQueue: n_reader=1, n_local_reader=2, local_reader_ranks=[0, 1]: there cannot be more local readers"
+            " than readers, and each has a rank of its own"
+        ),
+    ),
+    "a writer that reads": (
+        lambda: MessageQueue(1, 1).dequeue(),
+        RuntimeError("Only readers can dequeue: this is the writer's end"),
+    ),
+    "a list in place of a state dict": (
+        lambda: weights.broadcast_state_dict([1]),
+        TypeError("pass a module or a dict of tensors, got list"),
+    ),
+    "a version that is not new": (
+        lambda: publish_twice(),
+        ValueError("version 3 is not newer than 3, which was published before"),
+    ),
+    "a change of an unknown name": (
+        lambda: weights.WeightPublisher(DATA).publish(changed=["b"]),
+        ValueError("changed= contains 'b', not among the published entries (1)"),
+    ),
+    "a number in place of parameters": (
+        lambda: easydist.GatheredParameters(3).__enter__(),
+        TypeError("GatheredParameters takes parameters and modules, got int"),
+    ),
+    "too many leaves": (lambda: tree.flatten([1])[1].rebuild([1, 2]), ValueError("the tree has 1 leaf, got 2")),
+    "a recovery's limit as text": (
+        lambda: easydist.recover(timeout="x"),
+        TypeError("recover: timeout= takes seconds or a datetime.timedelta, got 'x'"),
+    ),
+    "Horovod's init": (
+        lambda: easydist.init,
+        AttributeError(
+            "module 'easydist' has no attribute 'init'; use easydist.ProcessState, or nothing: the first call begins"
+        ),
+    ),
+    "a rank by itself": (
+        lambda: easydist.rank,
+        AttributeError("module 'easydist' has no attribute 'rank'; use easydist.ProcessState().process_index"),
+    ),
+    "a world size by itself": (
+        lambda: easydist.world_size,
+        AttributeError("module 'easydist' has no attribute 'world_size'; use easydist.ProcessState().num_processes"),
+    ),
+    "torch's rank": (
+        lambda: easydist.get_rank,
+        AttributeError("module 'easydist' has no attribute 'get_rank'; use easydist.ProcessState().process_index"),
+    ),
+    "torch's reduction": (
+        lambda: easydist.all_reduce,
+        AttributeError(
+            "module 'easydist' has no attribute 'all_reduce'; use easydist.reduce, of which every rank gets the result"
+        ),
+    ),
+    "a name that nothing has": (lambda: easydist.spawn, AttributeError("module 'easydist' has no attribute 'spawn'")),
 }
 
 
@@ -88,3 +391,31 @@ def test_nccl_without_cuda():
     code = "import easydist; easydist.ProcessState(backend='nccl'); easydist.wait_for_everyone()"
     _, err = launching.forked("-c", code, status=1, **{name: str(value) for name, value in world.items()})
     assert "has no NCCL; install torch for CUDA, or leave backend= out, which means gloo on the CPU" in err
+
+
+def test_files_at_wrong_places(tmp_path):
+    said = {}
+    for path in (tmp_path, tmp_path / "no" / "x.safetensors"):
+        with pytest.raises((IsADirectoryError, FileNotFoundError)) as caught:
+            easydist.save(DATA, path)
+        said[caught.type] = caught.value.strerror, caught.value.filename
+    assert said == {
+        IsADirectoryError: ("save needs the path of a file, but this is a folder", str(tmp_path)),
+        FileNotFoundError: ("save makes no folders, and there is none", str(tmp_path / "no")),
+    }
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_pickle_of_torch_in_place_of_a_file(tmp_path):
+    torch.save(DATA, path := tmp_path / "model.bin")
+    with pytest.raises(WireError) as caught:
+        easydist.load(path)
+    assert str(caught.value) == (
+        f"{path}: this is a zip archive, as torch.save writes them, and no safetensors file; use torch.load"
+    )
+
+
+@pytest.mark.parametrize("value", [lambda: 1, [lambda: 1]])
+def test_a_function_without_a_name(value):
+    with pytest.raises(TypeError, match=r"cannot be pickled: .*; define it by def at the top level of a module"):
+        easydist.gather_object(value)

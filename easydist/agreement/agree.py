@@ -128,7 +128,17 @@ def shared(comms: Communicators, error: E) -> E:
 
 
 class Reported(Exception):
-    """The carrier of another exception's text, also that of SystemExit or KeyboardInterrupt, to all ranks."""
+    """The carrier of another exception's text, also that of SystemExit or KeyboardInterrupt, to all ranks.
+
+    Args:
+        text: The text.
+        body: The number of the body that this rank leaves with the exception, from the outermost one, which is 1;
+            negative if it leaves none.
+    """
+
+    def __init__(self, text: str, body: int = -1) -> None:
+        super().__init__(text)
+        self.body = body
 
 
 def text_of(error: BaseException) -> str:
@@ -154,14 +164,14 @@ def _compare(comms: Communicators, operation: str, call: Call, headers: Headers,
 
 def _exchange_fault(comms: Communicators, operation: str, fault: Exception) -> dict[int, dict[str, Any]]:
     """Send a fault of this rank to the others; return the faults of all ranks."""
-    told = [operation, isinstance(fault, Reported), comms.monitor.site]
+    told = [operation, fault.body if isinstance(fault, Reported) else 0, comms.monitor.site]
     room = frames.room(comms) - len(json.dumps([*told, ""]))
     text = json.dumps([*told, text_of(fault)[: room // 12]])  # a character has up to 12 bytes
     return _faults(comms, frames.exchange_fault(comms, text.encode()))
 
 
 def _faults(comms: Communicators, headers: Headers) -> dict[int, dict[str, Any]]:
-    names = ("operation", "in_body", "site", "text")
+    names = ("operation", "body", "site", "text")
     told = frames.faults(comms, headers)
     return {rank: dict(zip(names, json.loads(text), strict=True)) for rank, text in told.items()}
 
@@ -171,7 +181,11 @@ def _raise_together(comms: Communicators, faults: dict[int, dict[str, Any]], min
     is_common = len(faults) == comms.size and len({one["text"] for one in faults.values()}) == 1
     if mine is not None and is_common and not isinstance(mine, Reported):
         raise shared(comms, mine)
-    raise shared(comms, RemoteError(fault_text(faults))) from mine
+    error = shared(comms, RemoteError(fault_text(faults)))
+    bodies = [one["body"] for one in faults.values() if 0 < one["body"] <= comms.bodies]
+    if bodies:  # some ranks have left a body that this one is in, and come to no other exchange in it
+        comms.left = min(bodies), error
+    raise error from mine
 
 
 def _disagree(comms: Communicators, operation: str, call: Call) -> NoReturn:

@@ -19,6 +19,7 @@ from easydist.base.torch_private import backward_id
 from easydist.base.wording import counted
 from easydist.errors import OverlappingCallError
 from easydist.groups.communicators import Communicators
+from easydist.liveness.monitor import again
 from easydist.typing import Timeout
 
 _NO_SIGNALS: contextlib.AbstractContextManager[bool | None] = contextlib.nullcontext()
@@ -104,6 +105,8 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
 
     def _begin(self, comms: Communicators) -> None:
         comms.demand_own_process()
+        if comms.left is not None:  # the others have left the body that this call is in, and would take it for another
+            raise again(comms.left[1])
         # Autograd has a thread for each device: calls of one backward pass take turns instead of raising.
         self._turn = backward_id() >= 0 and comms.turns.acquire()
         other = comms.under_way.setdefault(_CALL, self)  # atomic between threads, and for an interrupt

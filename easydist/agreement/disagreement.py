@@ -25,7 +25,7 @@ def fault_text(faults: dict[int, dict[str, Any]]) -> str:
     """Return the text about failed ranks: the fault of each, and the sites of their calls."""
     first = faults[min(faults)]
     lines = [f"  rank {rank}: {one['text']}" for rank, one in faults.items()]
-    if first["in_body"]:
+    if first["body"]:
         return "\n".join([f"{first['operation']}: the body raised on {_ranks(faults)}", *lines])
     sites = _sites_text({rank: one["site"] for rank, one in faults.items()})
     advice = "Nothing was changed, and the group keeps working. Fix the error on that rank."

@@ -212,24 +212,63 @@ def meet(
         RemoteError: A rank reported a fault.
         DisagreementError: A rank made a different call.
     """
-    is_known = isinstance(fault, EasydistError) and fault.raised_in is comms
-    if fault is not None and (is_known or comms.size == 1):
+    if fault is not None and (_is_known(comms, fault) or comms.size == 1):
         raise fault  # all other ranks raise it already, or there are none
 
+    _report(comms, operation, fault, timeout)
+
+
+def _report(
+    comms: Communicators, operation: str, fault: BaseException | None, timeout: Timeout | None, body: int = -1
+) -> None:
     def report(_: Communicators) -> tuple[None, dict[str, Any]]:
         if fault is not None:
-            raise Reported(text_of(fault)) from fault
+            raise Reported(text_of(fault), body) from fault
         return None, {}
 
     compare(comms, operation, report, timeout)
 
 
 @contextlib.contextmanager
-def reported(comms: Communicators, operation: str, timeout: Timeout | None = None) -> Iterator[None]:
-    """Report an exception of the body to all ranks, which meet in ``operation``, and raise it here."""
+def reported(
+    comms: Communicators, operation: str, timeout: Timeout | None = None, in_turns: bool = False
+) -> Iterator[None]:
+    """Report an exception of the body to all ranks, which meet in ``operation``, and raise it here.
+
+    All ranks meet once in each body that a rank leaves with an exception: also those that raise the same error already,
+    because others may have caught it, but not those that have heard of the exception inside of the body. A rank that
+    has heard of it, and caught that error, raises it at the end of its body.
+
+    Args:
+        comms: The group.
+        operation: The name for errors.
+        timeout: The time limit of the meeting; None is the group's.
+        in_turns: True if other ranks wait for the end of the body in a meeting. They leave with an error of all ranks.
+    """
+    comms.bodies += 1
+    number = comms.bodies
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(Exception):  # the others raise RemoteError; here the body's own exception is raised
-            meet(comms, operation, error, timeout)
+        comms.bodies = number - 1
+        if _left(comms, number) is None and not (in_turns and _is_known(comms, error)):
+            with contextlib.suppress(Exception):  # the others raise RemoteError; here the body's own is raised
+                _report(comms, operation, error, timeout, number)
         raise
+    comms.bodies = number - 1
+    if (heard := _left(comms, number)) is not None:
+        raise heard
+
+
+def _is_known(comms: Communicators, error: BaseException | None) -> bool:
+    """True if all other ranks raise this error, too."""
+    return isinstance(error, EasydistError) and error.raised_in is comms
+
+
+def _left(comms: Communicators, number: int) -> EasydistError | None:
+    """Return the error by which this rank has heard that others left a body, which ends here, or one around it."""
+    if comms.left is None or comms.left[0] > number:
+        return None
+    outermost, error = comms.left
+    comms.left = None if outermost == number else comms.left
+    return error

@@ -53,6 +53,16 @@ def hiding(*names: str, **defaults: Any) -> Callable[[F], F]:
     return decorate
 
 
+def demand_dimension(dim: Any) -> None:
+    """Check that an argument can be a dimension.
+
+    Raises:
+        TypeError: It is not an integer.
+    """
+    if not hasattr(dim, "__index__"):
+        raise TypeError(f"dim={dim!r} is not a dimension: pass an integer")
+
+
 def either(operation: str, name: str, value: Any, other_name: str, other: Any, default: Any = UNSET) -> Any:
     """Return the value that was passed under one of two names.
 

@@ -16,6 +16,16 @@ def counted(size: int) -> str:
     return "1 rank (0)" if size == 1 else f"{size} ranks (0–{size - 1})"
 
 
+def some(count: int, one: str, several: str) -> str:
+    """Return a number of things.
+
+    Example:
+        >>> some(1, "row", "rows"), some(3, "leaf", "leaves")
+        ('1 row', '3 leaves')
+    """
+    return f"{count} {one if count == 1 else several}"
+
+
 def numbers(ranks: Iterable[int]) -> str:
     """Return ranks as text.
 

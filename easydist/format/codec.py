@@ -36,6 +36,13 @@ _COUNTS = struct.Struct("<2Q")
 _NAMING = pickle.STACK_GLOBAL, pickle.EXT1, pickle.EXT2, pickle.EXT4
 """The opcodes by which a pickle of protocol 5 names a global; if their bytes do not occur, it names none."""
 
+_REMEDIES = {
+    "'generator'": "; pass a list of its values",
+    "<lambda>": "; define it by def at the top level of a module",
+    "local object": "; define it at the top level of a module",
+}
+"""What to do about some errors of pickle, by a part of their texts."""
+
 _switch = SimpleNamespace(allowed=settings.read("EASYDIST_PICKLE"))
 
 
@@ -134,7 +141,7 @@ class EncodedObject:
         try:
             pickler.dump(value if strings is None else strings)
         except (pickle.PicklingError, AttributeError, BufferError, TypeError) as error:
-            remedy = "; pass a list of its values" if "'generator'" in str(error) else ""
+            remedy = next((advice for part, advice in _REMEDIES.items() if part in str(error)), "")
             raise TypeError(f"{type(value).__name__} cannot be pickled: {error}{remedy}") from error
         finally:
             del pickler  # because it holds views of views, see _direct

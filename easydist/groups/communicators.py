@@ -156,6 +156,10 @@ class Communicators:
         self.monitor.elder = getattr(group, "monitor", None)  # a group in shared memory has met
         self.frames = Frames(self.size)
         self.under_way: dict[str, Any] = {}
+        # The bodies of ``together`` and the like that this rank is in; and the outermost one that a rank has left with
+        # an error, of which this rank has heard, with the error that it got.
+        self.bodies = 0
+        self.left: tuple[int, EasydistError] | None = None
         self.turns = threading.RLock()  # a call in a signal handler is an error, not a deadlock
         self._recovery: Recovery | None = None
         self._inboxes: dict[int, deque[Any]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import index
 from typing import Any
 
@@ -76,6 +76,8 @@ class MetricCollector:
     ) -> None:
         if every is not None and index(every) < 1:
             raise ValueError(f"MetricCollector: every={every} is not a number of updates")
+        if not (total is None or hasattr(total, "__index__")):
+            raise TypeError(f"MetricCollector: total={total!r} is not a number of samples")
         self.total = None if total is None else index(total)
         self._every, self._rtol, self._group, self._timeout = every, rtol, group, timeout
         self._dst = named_rank(group, "MetricCollector", "dst", dst, group_dst)
@@ -163,11 +165,11 @@ class MetricCollector:
 
         Cost: no exchange.
         """
-        if not {"schema", "indices", "blocks"} <= state.keys():
-            raise ValueError(
-                f"load_state_dict: the state has {', '.join(map(str, state)) or 'nothing'}; pass a result of "
-                "MetricCollector.state_dict"
-            )
+        given: object = state
+        names = [*given] if isinstance(given, Mapping) else [f"the type {type(given).__name__}"]
+        if not {"schema", "indices", "blocks"}.issubset(names):
+            has = ", ".join(map(str, names)) or "nothing"
+            raise ValueError(f"load_state_dict: the state has {has}; pass a result of MetricCollector.state_dict")
         as_indices(state["indices"], "MetricCollector", self.total)
         self._schema = self._joined(Schema.of(codec.decode(state["schema"].clone())))
         self._store.load(state)

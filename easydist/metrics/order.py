@@ -93,7 +93,12 @@ def check_even(rows: Sequence[int], sharding: Sharding, may_be_last: bool) -> No
 
 def rows_text(rows: Sequence[int]) -> str:
     """Return the beginning of an error: ``the ranks have 2, 3 rows``."""
-    return f"the ranks have {', '.join(map(str, rows))} rows"
+    return f"the ranks have {counted(rows)}"
+
+
+def counted(rows: Sequence[int]) -> str:
+    """Return the numbers of rows of all ranks: ``2, 3 rows``."""
+    return f"{', '.join(map(str, rows))} {'row' if [*rows] == [1] else 'rows'}"
 
 
 def _order(rows: Sequence[int], block: int, rest: int | None) -> Order:

@@ -133,11 +133,9 @@ def _steps(total: int, size: int, start: int = 0, drop_last: bool = False) -> It
 
 
 def _check(total: int, batch_size: int, rank: int, world_size: int) -> None:
-    if total < 0 or batch_size < 1 or world_size < 1:
-        raise ValueError(
-            f"total={total}, batch_size={batch_size}, world_size={world_size}: total is at least 0, the others are at "
-            "least 1"
-        )
+    for name, value, least in (("total", total, 0), ("batch_size", batch_size, 1), ("world_size", world_size, 1)):
+        if value < least:
+            raise ValueError(f"{name}={value} is less than {least}")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} is not a rank of the world, which has {counted(world_size)}")
 

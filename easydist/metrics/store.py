@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from easydist.base.wording import some
 from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
 from easydist.data.packing import dtype_name
 from easydist.format import codec
@@ -211,7 +212,7 @@ def copied(columns: Mapping[str, Tree], count: int) -> tuple[Schema, RowLeaves, 
     for path, value in zip(spec.paths, values, strict=True):
         rows = len(value) if isinstance(value, list | tuple) or np.ndim(value) else None
         if rows != count:
-            said = "one value" if rows is None else f"{rows} rows"
+            said = "one value" if rows is None else some(rows, "row", "rows")
             raise ValueError(f"MetricCollector: {path} has {said}, indices has {count}; pass one row per sample")
     found = [_copy(*each) for each in zip(values, spec.paths, strict=True)]
     leaves, nbytes = [rows for rows, _ in found], sum([size for _, size in found])

@@ -18,6 +18,7 @@ from easydist import tree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
+from easydist.base.arguments import demand_dimension
 from easydist.base.eager import eager
 from easydist.data.backing import backed
 from easydist.data.leaves import Leaves, as_array
@@ -93,8 +94,11 @@ class _PadAcrossProcesses(TreeVerb):
         self._reveal: Callable[[Tree], Tree] = _identity
 
     def prepare(self, comms: Communicators) -> Call:
+        demand_dimension(self._dim)
         leaves, self._reveal = _leaves_of(self._tensor, self._dim)
         asked = _number(self._pad_index)
+        if not isinstance(asked, int | float | np.number | np.bool_):
+            raise TypeError(f"pad_across_processes: pad_index={asked!r} is not a number")
         number = int(asked) if float(asked).is_integer() else float(asked)
         self._filling = number or float(asked)  # for a zero, the float, which may be -0.0
         _check_filling(leaves, self._filling, self._pad_index)

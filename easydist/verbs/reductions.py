@@ -38,7 +38,7 @@ _NAMES = {
 """The names of the reductions by the type of a ``ReduceOp``."""
 
 
-def named_reduction(reduction: Any, scale: float) -> tuple[str, float]:
+def named_reduction(reduction: Any, scale: Any) -> tuple[str, float]:
     """Return the name of a reduction, and the factor for its result.
 
     Args:
@@ -57,6 +57,8 @@ def named_reduction(reduction: Any, scale: float) -> tuple[str, float]:
         ... )
         (('sum', 1.0), ('mean', 1.0), ('sum', 1.5))
     """
+    if isinstance(scale, str):
+        raise TypeError(f"reduce: scale={scale!r} is not a number")
     if isinstance(reduction, str) and (name := reduction.lower()) in OPS:
         return name, float(scale)
     kind = reduction.type if isinstance(reduction, ReduceOp) else getattr(reduction, "op", reduction)

@@ -175,7 +175,7 @@ class Publish(BroadcastWeights):
         names = named(self.state(), self._holder.wanted.keep, self._holder.wanted.rename)
         if unknown := sorted(map(repr, asked - names.keys())):
             raise ValueError(
-                f"changed= contains {', '.join(unknown[:5])}, not among the {len(names)} entries that are published"
+                f"changed= contains {', '.join(unknown[:5])}, not among the published entries ({len(names)})"
             )
         return sorted(names[name] for name in asked)
 

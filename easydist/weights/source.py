@@ -46,7 +46,7 @@ def state_of(model_or_dict: Any) -> Mapping[str, Any]:
     """
     state = model_or_dict.state_dict() if isinstance(model_or_dict, nn.Module) else model_or_dict
     if not isinstance(state, Mapping):
-        raise TypeError(f"takes a module or a dict of tensors, got {type(model_or_dict).__name__}")
+        raise TypeError(f"pass a module or a dict of tensors, got {type(model_or_dict).__name__}")
     for name in state:
         if not isinstance(name, str):
             raise TypeError(f"the names of a state dict are text, got {name!r}")

@@ -124,7 +124,7 @@ def test_errors_with_another_text_on_each_rank_are_one_that_names_them_all(rank,
 
 @pytest.mark.parametrize(("count", "named"), [(11, "8, 9, 10"), (12, "8, 9, 2 more")])
 def test_more_than_eleven_ranks_are_counted(count, named):
-    fault = {"operation": "gather", "in_body": False, "site": "train.py:7", "text": "KeyError"}
+    fault = {"operation": "gather", "body": 0, "site": "train.py:7", "text": "KeyError"}
     head = fault_text(dict.fromkeys(range(count), fault)).splitlines()[0]
     assert head == f"gather: ranks 0, 1, 2, 3, 4, 5, 6, 7, {named} failed before the exchange"
 

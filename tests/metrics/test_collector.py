@@ -211,7 +211,7 @@ def test_what_update_refuses():
     collector.update([0], x=torch.ones(1, 2), y=["a"])
     x, y = torch.ones(1, 2), ["b"]
     for indices, columns, said in [
-        ([1, 2], {"x": x, "y": y}, r"\['x'\] has 1 rows, indices has 2"),
+        ([1, 2], {"x": x, "y": y}, r"\['x'\] has 1 row, indices has 2"),
         ([1], {"x": 3.0, "y": y}, r"\['x'\] has one value"),
         ([1], {"x": x, "y": "b"}, r"\['y'\] is 'b', not one row per sample"),
         ([1], {"x": x}, "the columns are"),

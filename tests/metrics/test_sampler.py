@@ -81,8 +81,8 @@ def test_in_a_world_of_one_it_is_a_plain_batch_sampler():
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"batch_size": 0}, "total=5, batch_size=0, world_size=2: total is at least 0"),
-        ({"total": -1}, "total=-1"),
+        ({"batch_size": 0}, "batch_size=0 is less than 1"),
+        ({"total": -1}, "total=-1 is less than 0"),
         ({"world_size": 0}, "world_size=0"),
         ({"rank": 2}, r"rank=2 is not a rank of the world, which has 2 ranks \(0–1\)"),
     ],

@@ -56,9 +56,9 @@ MUTANTS = [
     ),
     Mutant(
         "agreement/runner.py",
-        "meet",
-        "isinstance(fault, EasydistError) and fault.raised_in is comms",
-        "isinstance(fault, EasydistError)",
+        "_is_known",
+        "isinstance(error, EasydistError) and error.raised_in is comms",
+        "isinstance(error, EasydistError)",
         "tests/agreement/test_runner.py::test_an_error_of_another_group_in_a_body_is_told_to_the_others",
     ),
     Mutant(

@@ -116,9 +116,7 @@ def test_names_that_are_not_published_are_refused_everywhere(rank):
             member.publish(changed=changed) if rank == 0 else member.receive()
 
     assert (member.publish() if rank == 0 else member.receive()) == 1
-    refused(
-        ["w", "rest", "model.b"], "ValueError: changed= contains 'rest', 'w', not among the 2 entries that are publ"
-    )
+    refused(["w", "rest", "model.b"], "ValueError: changed= contains 'rest', 'w', not among the published entries")
     refused("model.w", "TypeError: changed= takes a list of names, got 'model.w'")
     refused([["model.w"]], "TypeError")
     publisher["model.w"].fill_(2)
