@@ -120,3 +120,13 @@ def test_ddp(rank):
 
     for one, other in zip(trained(compiled), trained(lambda model: model), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("function", [lambda data: easydist.concatenate([data, data]), easydist.listify])
+def test_helpers_take_sizes_that_change(function):
+    around = compiled(function)
+    for size in (3, 4, 5):
+        data = {"a": torch.arange(float(size))}
+        assert repr(around(data)) == repr(function(data))

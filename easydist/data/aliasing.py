@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,24 @@ def overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
                 return min(other, i), max(other, i)
         active.append((stop, i))
     return None
+
+
+def sharing(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield the indices of each tensor and each other one that share some memory.
+
+    Example:
+        >>> x = torch.ones(4)
+        >>> [*sharing([x[:2], x[3:]], [x[1:3], x])]
+        [(0, 0), (0, 1), (1, 1)]
+    """
+    starts = np.array([*map(torch.Tensor.data_ptr, others)], dtype=np.int64)
+    stops = starts + np.array([*map(_extent, others)], dtype=np.int64)
+    for i, tensor in enumerate(tensors):
+        start = tensor.data_ptr()
+        near = (starts != 0) & (starts < start + _extent(tensor)) & (stops > start)  # FSDP may have freed some
+        for j in near.nonzero()[0].tolist():
+            if _are_same(tensor, others[j]) or _share(tensor, others[j]):
+                yield i, j
 
 
 def are_disjoint(tensors: Sequence[torch.Tensor], nbytes: Sequence[int]) -> bool:

@@ -171,8 +171,9 @@ class MetricCollector:
             has = ", ".join(map(str, names)) or "nothing"
             raise ValueError(f"load_state_dict: the state has {has}; pass a result of MetricCollector.state_dict")
         as_indices(state["indices"], "MetricCollector", self.total)
-        self._schema = self._joined(Schema.of(codec.decode(state["schema"].clone())))
+        schema = self._joined(Schema.of(codec.decode(state["schema"].clone())))
         self._store.load(state)
+        self._schema = schema
 
     def missing(self) -> torch.Tensor:
         """Return the indices that no rank has, in ascending order, on all ranks.

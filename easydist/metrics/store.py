@@ -124,10 +124,17 @@ class Store:
         return {"indices": self.indices, "blocks": blocks}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Add copies of the rows of a ``state``; none if an object cannot be decoded."""
-        blocks = state["blocks"]
+        """Add copies of the rows of a ``state``; none if an object cannot be decoded.
+
+        Raises:
+            ValueError: Indices and rows do not fit together.
+        """
+        blocks, counts = state["blocks"], [block["rows"] for block in state["blocks"]]
         decoded = [_decoded(block["leaves"]) for block in blocks]
-        indices = state["indices"].split([block["rows"] for block in blocks])
+        lengths = [len(leaf) == count for count, leaves in zip(counts, decoded, strict=True) for leaf in leaves]
+        if sum(counts) != len(state["indices"]) or not all(lengths):
+            raise ValueError("load_state_dict: the state has not one row of each column for each index; it was changed")
+        indices = state["indices"].split(counts)
         for block, leaves, part in zip(blocks, decoded, indices, strict=True):
             copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             self.add(part.clone(), copies, block["nbytes"])
@@ -215,9 +222,11 @@ def copied(columns: Mapping[str, Tree], count: int) -> tuple[Schema, RowLeaves, 
             said = "one value" if rows is None else some(rows, "row", "rows")
             raise ValueError(f"MetricCollector: {path} has {said}, indices has {count}; pass one row per sample")
     found = [_copy(*each) for each in zip(values, spec.paths, strict=True)]
-    leaves, nbytes = [rows for rows, _ in found], sum([size for _, size in found])
-    types = [_type_of(*each) for each in zip(spec.paths, values, leaves, strict=True)]
-    return Schema(types, spec.rebuild([*range(len(values))])), leaves, nbytes
+    order = sorted(range(len(values)), key=spec.paths.__getitem__)  # dicts may have their keys in another order
+    leaves, nbytes = [found[i][0] for i in order], sum([size for _, size in found])
+    types = [_type_of(spec.paths[i], values[i], rows) for i, rows in zip(order, leaves, strict=True)]
+    places = sorted(range(len(values)), key=order.__getitem__)
+    return Schema(types, spec.rebuild(places)), leaves, nbytes
 
 
 def _whole(parts: Sequence[Any]) -> Any:

@@ -53,7 +53,7 @@ def named_peer(group: Group, operation: str, name: str, value: Any, group_value:
     peer = named_rank(group, operation, name, value, group_value)
     if isinstance(peer, Exception):
         raise peer
-    return peer
+    return index(peer) if hasattr(peer, "__index__") else peer  # NumPy's and torch's integers fit no message
 
 
 def check_rank(comms: Communicators, name: str, rank: Any) -> None:

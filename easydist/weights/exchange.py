@@ -240,7 +240,7 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         state = self._sent = self.state()
         names = named(state, self._wanted.keep, self._wanted.rename)
         dtype = manifest.about["dtype"]
-        self._source = Source(state, names, None if dtype is None else getattr(torch, dtype), {})
+        self._source = Source(state, names, None if dtype is None else getattr(torch, dtype), {}, manifest.names)
         return manifest.differing(read(bytes(self._source.header.numpy())))
 
     def _scheduled(self, comms: Communicators, manifest: Manifest, only: Set[str] | None) -> list[Packet]:

@@ -14,6 +14,7 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.reports import encoded, exchange_reports
 from easydist.agreement.runner import Verb, run
 from easydist.base.torch_private import is_zerotensor
+from easydist.data.aliasing import sharing
 from easydist.data.backing import backed, is_backed
 from easydist.data.leaves import as_tensor, unwritable
 from easydist.data.packing import dtype_name, sort_key
@@ -140,6 +141,21 @@ def _spans(given: Any) -> dict[str, tuple[Span, tuple[int, ...]]]:
     return found
 
 
+def _check_apart(held: Mapping[str, Span], wanted: Mapping[str, Span]) -> None:
+    """Check that what is written is not yet to be sent: only a block may take the place of itself.
+
+    Raises:
+        ValueError: It may be.
+    """
+    names = [*held], [*wanted]
+    for i, j in sharing([one.tensor for one in held.values()], [one.tensor for one in wanted.values()]):
+        source, target = names[0][i], names[1][j]
+        if source != target or held[source].box != wanted[target].box:
+            raise ValueError(
+                f"the target [{target!r}] shares memory with the source [{source!r}], which it would change"
+            )
+
+
 class _Planning(Verb[dict[str, list[BlockTransfer]]]):
     """The exchange of the ranks' layouts, from which each computes the same plan."""
 
@@ -159,6 +175,7 @@ class _Planning(Verb[dict[str, list[BlockTransfer]]]):
             if is_zerotensor(span.tensor):
                 found[0][name] = span_at(span.tensor.clone(), span.box), shape
         self.spans = [{name: span for name, (span, _) in one.items()} for one in found]
+        _check_apart(*self.spans)
         self._mine = encoded(
             {
                 side: {name: [dtype_name(span.tensor.dtype), shape, *span.box] for name, (span, shape) in one.items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import Any, NamedTuple, SupportsIndex, TypeGuard
 
 import torch
 
@@ -12,8 +13,22 @@ from easydist.verbs.sharded import is_sharded
 from easydist.weights.blocks import Block, shard
 
 
-class LocalShard(NamedTuple):
+class _Shard(NamedTuple):
+    tensor: torch.Tensor
+    """The part, on this rank."""
+    start: Sequence[int]
+    """The index of its first element in the whole tensor, in each dimension."""
+    shape: Sequence[int]
+    """The shape of the whole tensor."""
+
+
+class LocalShard(_Shard):
     """A plain tensor that is a part of a whole one: an entry of a state dict without ``DTensor``.
+
+    The parts of several ranks may be equal, but they must not overlap in part.
+
+    Raises:
+        TypeError: It is no tensor, or the others are not integers.
 
     Example:
         >>> import torch
@@ -22,12 +37,16 @@ class LocalShard(NamedTuple):
         (4, 4)
     """
 
-    tensor: torch.Tensor
-    """The part, on this rank."""
-    start: Sequence[int]
-    """The index of its first element in the whole tensor, in each dimension."""
-    shape: Sequence[int]
-    """The shape of the whole tensor."""
+    __slots__ = ()
+
+    def __new__(
+        cls, tensor: torch.Tensor, start: Iterable[SupportsIndex], shape: Iterable[SupportsIndex]
+    ) -> LocalShard:
+        """Return the part, with its place as integers."""
+        part: object = tensor
+        if not isinstance(part, torch.Tensor):
+            raise TypeError(f"LocalShard: tensor has to be a tensor, got {type(part).__name__}")
+        return super().__new__(cls, part, _integers("start", start), _integers("shape", shape))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -38,6 +57,13 @@ class LocalShard(NamedTuple):
     def is_meta(self) -> bool:
         """True if the part has no memory."""
         return self.tensor.is_meta
+
+
+def _integers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    try:
+        return tuple(map(index, values))
+    except TypeError:
+        raise TypeError(f"LocalShard: {name} has to be one integer for each dimension, got {values!r}") from None
 
 
 def empty_like(value: torch.Tensor | LocalShard) -> torch.Tensor | LocalShard:
@@ -97,7 +123,10 @@ def _checked(block: Block, sizes: tuple[int, ...], name: str) -> Block:
 
 def memory_of(value: Any) -> Any:
     """Return a key that is equal for entries in the same memory, such as tied weights, while ``value`` lives."""
-    if not (isinstance(value, LocalShard) or is_sharded(value)):
+    if isinstance(value, LocalShard):  # one part in two places is no tie
+        part = outline.memory_of(value.tensor) if value.tensor.numel() else id(value)
+        return part, value.start, value.shape
+    if not is_sharded(value):
         return outline.memory_of(value)
-    part = local(value)  # of a DTensor a new object each time, so its id is no key of a part without memory
-    return outline.memory_of(part) if part.numel() else id(value)
+    tensor = local(value)  # a new object each time, so its id is no key of a part without memory
+    return outline.memory_of(tensor) if tensor.numel() else id(value)

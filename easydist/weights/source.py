@@ -173,6 +173,8 @@ class Source:
         names: The names to send, and the names under which they travel.
         dtype: The dtype of floating-point tensors on the wire; None means their own.
         about: Further contents of the header.
+        ties: The names and their entries that another source has announced; a rank without elements of them cannot
+            tell whether two names share memory.
 
     Raises:
         TypeError: An entry cannot travel; the text has its name.
@@ -186,14 +188,19 @@ class Source:
     """
 
     def __init__(
-        self, state: Mapping[str, Any], names: Mapping[str, str], dtype: torch.dtype | None, about: Mapping[str, Any]
+        self,
+        state: Mapping[str, Any],
+        names: Mapping[str, str],
+        dtype: torch.dtype | None,
+        about: Mapping[str, Any],
+        ties: Mapping[str, str | None] | None = None,
     ) -> None:
         given = {new: state[name] for name, new in names.items()}
         values, like = list(given.values()), layout_key(list(given.values()))
-        key = None if like is None else (like, tuple(given), dtype, json.dumps(about))
+        key = None if like is None else (like, tuple(given), dtype, json.dumps(about), tuple((ties or {}).items()))
         recipe = None if key is None else _recipes.find(key)
         if recipe is None:
-            recipe, values = _prepared(given, dtype, about)
+            recipe, values = _prepared(given, dtype, about, ties or {})
             if key is not None and recipe.header.numel() <= LONGEST:  # a key is as large as the header
                 _recipes.keep(key, recipe)
         else:
@@ -212,7 +219,7 @@ class Source:
 
 
 def _prepared(
-    given: Mapping[str, Any], dtype: torch.dtype | None, about: Mapping[str, Any]
+    given: Mapping[str, Any], dtype: torch.dtype | None, about: Mapping[str, Any], ties: Mapping[str, str | None]
 ) -> tuple[_Recipe, list[torch.Tensor]]:
     """Return the recipe, and the values in the order of the header."""
     held: dict[str, _HeldPart] = {}
@@ -222,7 +229,7 @@ def _prepared(
         keys[name] = None
         if is_tensor(value):
             one = _held(name, value, dtype)
-            keys[name] = key = first.setdefault(memory_of(value), name)
+            keys[name] = key = _tied(name, value, given, ties) or first.setdefault(memory_of(value), name)
             held |= {name: one} if key == name else {}
     extra = {name: given[name] for name, key in keys.items() if key is None}
     structure, tensors = outline.encode(extra, "a state dict", "leave it out with filter=")
@@ -241,6 +248,14 @@ def _prepared(
         [one.dtype for one in rows],
     )
     return recipe, [one.values for one in rows]
+
+
+def _tied(name: str, value: Any, given: Mapping[str, Any], ties: Mapping[str, str | None]) -> str | None:
+    """Return the entry of a name that another source has announced, if this rank can have it; None to find out here."""
+    if (key := ties.get(name)) is None or key not in given or not is_tensor(given[key]):
+        return None
+    may_be = not local(value).numel() or not local(given[key]).numel() or memory_of(value) == memory_of(given[key])
+    return key if may_be else None
 
 
 @functools.lru_cache(maxsize=4)

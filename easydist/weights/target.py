@@ -16,6 +16,7 @@ from easydist.data.packing import type_text
 from easydist.format import outline
 from easydist.typing import Device
 from easydist.verbs.sharded import is_sharded
+from easydist.weights.blocks import Block
 from easydist.weights.manifest import Manifest
 from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Packet
@@ -166,6 +167,7 @@ class Target:
             [], {(self._manifest.index[key], self._manifest.entry(key).dtype): [] for key in self._manifest.extra()}
         )
         seen: set[tuple[int, Any]] = set()
+        boxes: dict[Any, tuple[Block, str]] = {}
         written: dict[str, torch.Tensor] = {}
         for name in self._coming:
             if (i := self._entry(name)) is None:
@@ -173,8 +175,11 @@ class Target:
             value = self._mine.get(name)
             if self._into.is_writable(name):
                 span = span_of(self._mine[name], name)
-                if (there := (i, memory_of(span.tensor))) not in seen:  # else tied here as on the source
-                    seen.add(there)
+                box, other = boxes.setdefault(memory := memory_of(span.tensor), (span.box, name))
+                if box != span.box:
+                    raise ValueError(f"[{other!r}] and [{name!r}] share memory, but are different parts of a tensor")
+                if (i, memory) not in seen:  # else tied here as on the source
+                    seen.add((i, memory))
                     fit.written.append((i, name, span.is_plain))
                     written[name] = span.tensor
                 continue

@@ -97,7 +97,7 @@ def test_rows_that_are_loaded_are_copies():
     state = filled(x=torch.ones(2), items=[[1], [2]]).state_dict()
     collector = MetricCollector(3)
     collector.load_state_dict(state)
-    state["blocks"][0]["leaves"][0].zero_()
+    state["blocks"][0]["leaves"][1].zero_()
     state["indices"].zero_()
     collector.update([1], x=torch.ones(1), items=[[3]])
     assert collector.compute() == {"x": pytest.approx([1, 1, 1]), "items": [[2], [3], [1]]}
@@ -167,3 +167,29 @@ def test_ranks_hear_of_a_collector_without_a_total(rank):
         with pytest.raises((error, ValueError), match=r"total|shape"):
             MetricCollector(totals[rank]).missing()
     assert MetricCollector(1).missing().tolist() == [0]
+
+
+@pytest.mark.parametrize("change", [{"rows": 1}, {"leaves": [torch.ones(7)]}])
+def test_a_state_that_was_changed_is_refused_and_leaves_no_columns(change):
+    state = filled(x=torch.ones(2)).state_dict()
+    state["blocks"][0] |= change
+    collector = MetricCollector(3)
+    with pytest.raises(ValueError, match="not one row of each column for each index"):
+        collector.load_state_dict(state)
+    collector.update([0], y=torch.ones(1))
+    assert list(collector.compute.__self__._schema.template) == ["y"]
+
+
+@distributed(world_size=2)
+def test_columns_may_come_in_any_order(rank):
+    collector = MetricCollector(4)
+    columns = {"a": torch.tensor([rank]), "b": {"d": [str(rank)], "c": torch.ones(1)}}
+    collector.update([2 * rank], **columns)
+    again = {"b": {"c": torch.ones(1), "d": ["x"]}, "a": torch.tensor([7])}
+    collector.update([2 * rank + 1], **again)
+    got = collector.compute()
+    assert got["a"].tolist() == [0, 7, 1, 7]
+    assert got["b"]["d"] == ["0", "x", "1", "x"]
+    other = MetricCollector(2)
+    other.update([rank], **dict(reversed(columns.items()) if rank else columns.items()))
+    assert other.compute()["a"].tolist() == [0, 1]

@@ -62,7 +62,7 @@ MUTANTS = [
     Mutant(
         "weights/source.py",
         "Source.__init__",
-        "(like, tuple(given), dtype, json.dumps(about))",
+        "(like, tuple(given), dtype, json.dumps(about), tuple((ties or {}).items()))",
         "(like, dtype, json.dumps(about))",
         "tests/weights/test_state_dicts.py::test_what_is_known_of_weights_holds_for_those_that_are_like_them_alone",
     ),

@@ -4,6 +4,7 @@ import re
 import threading
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from groups import BACKENDS, check_works, made
@@ -140,3 +141,16 @@ def test_what_was_received_keeps_its_values_while_more_comes(rank, numel):
     else:
         got = [easydist.recv_object(0) for _ in sent]
         assert [tensor.unique().tolist() for tensor in got] == [[0.0], [1.0], [2.0]]
+
+
+@pytest.mark.parametrize("number", [np.int64, torch.tensor, int])
+@distributed(world_size=2)
+def test_the_other_rank_may_be_any_integer(rank, number):
+    easydist.gather(rank)  # the ranks share memory from here on
+    if rank == 0:
+        easydist.send_tensor_dict({"x": torch.ones(1)}, number(1))
+        easydist.send_object("a", group_dst=number(1))
+    else:
+        assert easydist.recv_tensor_dict(number(0))["x"].tolist() == [1]
+        assert easydist.recv_object(group_src=number(0)) == "a"
+    assert easydist.gather(rank).tolist() == [0, 1]

@@ -1,5 +1,6 @@
 """Weights that code shards by hand, as ``LocalShard``s: sources and receivers of every call."""
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -141,3 +142,58 @@ def test_what_does_not_fit_is_an_error_on_all_ranks(rank):
 def test_a_shard_on_the_meta_device_is_refused():
     with pytest.raises(ValueError, match=r"\['w'\] is on the meta device; give it memory"):
         WeightReceiver({"w": LocalShard(torch.empty(2, device="meta"), [0], [4])})
+
+
+@pytest.mark.parametrize(
+    ("start", "shape", "said"),
+    [("a", [4], r"start has to be one integer for each dimension, got 'a'"), ([0], 4, "shape has to be one integer")],
+)
+def test_places_are_integers(start, shape, said):
+    with pytest.raises(TypeError, match=said):
+        LocalShard(torch.ones(2), start, shape)
+    with pytest.raises(TypeError, match="tensor has to be a tensor, got list"):
+        LocalShard([1], [0], [4])
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_one_part_in_two_places_is_no_tie(rank):
+    part = torch.full((2,), rank + 1.0)
+    places = {"a": 2 * rank, "b": 2 - 2 * rank}
+    shards = {name: LocalShard(part, np.array([start]), torch.tensor([4])) for name, start in places.items()}
+    state = weights.broadcast_state_dict(shards if rank < 2 else None, src=[0, 1])
+    if rank == 2:
+        assert_same(state, {"a": torch.tensor([1.0, 1, 2, 2]), "b": torch.tensor([2.0, 2, 1, 1])})
+    whole = torch.arange(4.0)
+    both = {"a": LocalShard(part, [1], [4]), "b": LocalShard(part, [2], [4])}
+    with pytest.raises(RemoteError, match=r"rank 2: .*share memory, but are different parts"):
+        weights.broadcast_state_dict({"a": whole, "b": whole} if rank < 2 else both, src=0)
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_a_source_that_would_be_overwritten_is_refused(rank):
+    buffer = torch.arange(2.0) + 10 * rank
+    held, wanted = (LocalShard(buffer, [2 * at], [4]) for at in (rank, 1 - rank))
+    with pytest.raises(ValueError, match=r"the target \['w'\] shares memory with the source \['w'\], which it would"):
+        weights.Resharding({"w": held}, {"w": wanted})
+    weights.Resharding({"w": held}, {"w": held}).run()  # each block takes the place of itself
+    assert buffer.tolist() == [10 * rank, 10 * rank + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("empty_rank", [0, 1])
+@distributed(world_size=3)
+def test_a_rank_without_rows_of_tied_parameters_agrees(rank, empty_rank):
+    rows = 0 if rank == empty_rank else 1
+    part = torch.full((rows, 4), 7.0)
+    shards = {name: LocalShard(part, [0, 0], [1, 4]) for name in ("emb.weight", "head.weight")}
+    state = weights.broadcast_state_dict(shards if rank < 2 else None, src=[0, 1])
+    if rank == 2:
+        assert_same(state, {name: torch.full((1, 4), 7.0) for name in shards})
+    member = (
+        WeightReceiver(src=[0, 1])
+        if rank == 2
+        else WeightPublisher(dict(reversed(shards.items())) if rank else shards, src=[0, 1])
+    )
+    assert (member.receive() if rank == 2 else member.publish()) == 1
