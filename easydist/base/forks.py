@@ -44,6 +44,12 @@ def is_copy() -> bool:
     return _parents_rank is not None and _rank() == _parents_rank
 
 
+def is_worker() -> bool:
+    """True if this is a worker of a ``DataLoader``, which has its parent's environment even if it was started anew."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None
+
+
 def keep(groups: Iterable[Any]) -> None:
     """Record groups of a parent, and keep them forever: their destructors wait for threads that a child lacks."""
     for group in groups:

@@ -162,7 +162,7 @@ def founding(
         RuntimeError: This process is a copy of a rank.
         ValueError: This build of torch lacks the backend.
     """
-    if forks.is_copy():
+    if forks.is_copy() or forks.is_worker():
         raise RuntimeError(forks.NOT_A_RANK)
     _demand_built(backend)
     limit = timeout or torch_groups.default_timeout(backend.partition(",")[0].rpartition(":")[2])

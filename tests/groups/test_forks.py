@@ -43,13 +43,14 @@ class Data(torch.utils.data.Dataset):
         except RuntimeError as error:
             return f"{state.process_index} of {state.num_processes}: {error}"
 
-if "first" in sys.argv:
-    easydist.gather(1)
-rank = easydist.ProcessState().process_index
-for texts in DataLoader(Data(), num_workers=1, multiprocessing_context="fork"):
-    assert texts[0].startswith(f"{rank} of 2: this process was forked from a rank of the group"), texts
-assert easydist.gather(rank).tolist() == [0, 1]
-os.write(1, f"well {rank}\\n".encode())
+if __name__ == "__main__":
+    if "first" in sys.argv:
+        easydist.gather(1)
+    rank = easydist.ProcessState().process_index
+    for texts in DataLoader(Data(), num_workers=1, multiprocessing_context=sys.argv[-1]):
+        assert texts[0].startswith(f"{rank} of 2: this process was forked from a rank of the group"), texts
+    assert easydist.gather(rank).tolist() == [0, 1]
+    os.write(1, f"well {rank}\\n".encode())
 """
 
 LAUNCHES = """
@@ -106,9 +107,9 @@ WHEN = pytest.mark.parametrize("when", ["later", pytest.param("first", marks=pyt
 
 
 @pytest.mark.slow
-@WHEN
-def test_a_worker_of_a_data_loader_knows_its_rank_and_exchanges_nothing(tmp_path, when):
-    assert run(tmp_path, LOADS_DATA, when, torchrun=True) == ["well 0", "well 1"]
+@pytest.mark.parametrize(("when", "context"), [("first", "fork"), ("later", "fork"), ("first", "spawn")])
+def test_a_worker_of_a_data_loader_knows_its_rank_and_exchanges_nothing(tmp_path, when, context):
+    assert run(tmp_path, LOADS_DATA, when, context, torchrun=True) == ["well 0", "well 1"]
 
 
 @pytest.mark.slow
