@@ -20,6 +20,7 @@ from easydist.base.wording import counted
 from easydist.errors import OverlappingCallError
 from easydist.groups.communicators import Communicators
 from easydist.liveness.monitor import again
+from easydist.liveness.watchdog import interrupts_deferred
 from easydist.typing import Timeout
 
 _NO_SIGNALS: contextlib.AbstractContextManager[bool | None] = contextlib.nullcontext()
@@ -139,7 +140,8 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
     ) -> None:
         if self._comms.size > 1:
             try:
-                self._end(kind, error, trace)
+                with _NO_SIGNALS if error is None else interrupts_deferred():
+                    self._end(kind, error, trace)
             finally:
                 # Even if an interrupt strikes in ``_end``: else no further call could begin.
                 self._comms.under_way.pop(_CALL, None)

@@ -19,8 +19,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
 from typing import Any, Protocol, TypeVar
 
 _TICK = 0.25
@@ -168,6 +168,33 @@ def interrupting(handler: F) -> F:
 
 def _is_interrupting(handler: object) -> bool:
     return handler is signal.default_int_handler or getattr(handler, "interrupts_waits", False)
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block, in which the others are told of what has happened here.
+
+    Otherwise a second one, soon after the first, could keep this rank from leaving the call as a whole: the others
+    would wait for it, and its next call would not connect again. It changes nothing outside of the main thread, and if
+    a handler of the program's own does not raise.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.get_ident() != threading.main_thread().ident or not _is_interrupting(handler):
+        yield
+        return
+    came: list[int] = []
+
+    @interrupting
+    def defer(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 class signals_wake_watchdog:  # noqa: N801 - a context manager, read as a phrase

@@ -107,6 +107,37 @@ def test_who_is_interrupted_alone_fails_the_call_on_all(rank, backend):
 
 
 @pytest.mark.slow
+@BACKENDS
+@distributed(world_size=3)
+def test_a_second_ctrl_c_waits_until_the_others_know_of_the_first(rank, backend):
+    """It comes when rank 0 has noted that it leaves the call, and has not told the others yet."""
+    leave = Monitor.leave
+
+    def interrupted(monitor, *args):
+        parting = leave(monitor, *args)
+        signal.raise_signal(signal.SIGINT)
+        return parting
+
+    with made(backend) as group:
+        check_works(group, backend)
+        store = group.get_group_store()
+        if rank == 0:
+            timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
+            timer.start()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Monitor, "leave", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    easydist.gather(torch.ones(100_000), group=group)
+            timer.join()
+            store.set("interrupted", "")
+        else:
+            store.wait(["interrupted"])
+            with pytest.raises(RemoteError, match=r"^gather: rank 0 was interrupted \(KeyboardInterrupt\)\n"):
+                easydist.gather(torch.ones(100_000), group=group, timeout=LONG)
+        check_works(group, backend)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_late", [False, True], ids=["others wait", "others come later"])
 @pytest.mark.parametrize("has_met", [False, True], ids=["first call", "later call"])
 @BACKENDS

@@ -4,6 +4,27 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "agreement/calling.py",
+        "calling.__exit__",
+        "_NO_SIGNALS if error is None else interrupts_deferred()",
+        "_NO_SIGNALS",
+        "tests/groups/test_in_step.py::test_a_second_ctrl_c_waits_until_the_others_know_of_the_first",
+    ),
+    Mutant(
+        "agreement/runner.py",
+        "reported",
+        "if _left(comms, number) is None and not (in_turns and _is_known(comms, error)):",
+        "if _left(comms, number) is None and not _is_known(comms, error):",
+        "tests/agreement/test_nested_bodies.py",
+    ),
+    Mutant(
+        "agreement/agree.py",
+        "_raise_together",
+        'if 0 < one["body"] <= comms.bodies',
+        'if 0 < one["body"] < comms.bodies',
+        "tests/agreement/test_nested_bodies.py",
+    ),
+    Mutant(
         "agreement/call.py",
         "Call._whole",
         "return fingerprint((layout, self.tree.plain, self.devices))",
