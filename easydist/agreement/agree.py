@@ -181,11 +181,10 @@ def _raise_together(comms: Communicators, faults: dict[int, dict[str, Any]], min
     is_common = len(faults) == comms.size and len({one["text"] for one in faults.values()}) == 1
     if mine is not None and is_common and not isinstance(mine, Reported):
         raise shared(comms, mine)
-    error = shared(comms, RemoteError(fault_text(faults)))
     bodies = [one["body"] for one in faults.values() if 0 < one["body"] <= comms.bodies]
     if bodies:  # some ranks have left a body that this one is in, and come to no other exchange in it
-        comms.left = min(bodies), error
-    raise error from mine
+        comms.left = min(bodies), shared(comms, RemoteError(fault_text(faults)))
+    raise shared(comms, RemoteError(fault_text(faults))) from mine  # a local would keep the frames in a cycle
 
 
 def _disagree(comms: Communicators, operation: str, call: Call) -> NoReturn:

@@ -21,6 +21,7 @@ from easydist.agreement.frames import Agreement
 from easydist.base import modes
 from easydist.errors import EasydistError
 from easydist.groups.communicators import Communicators
+from easydist.liveness.monitor import again
 from easydist.typing import Timeout
 
 R = TypeVar("R")
@@ -257,7 +258,7 @@ def reported(
         raise
     comms.bodies = number - 1
     if (heard := _left(comms, number)) is not None:
-        raise heard
+        raise again(heard)
 
 
 def _is_known(comms: Communicators, error: BaseException | None) -> bool:
