@@ -85,7 +85,7 @@ def _in_turn(group: Group, timeout: Timeout | None) -> Iterator[None]:
     comms = communicators(group)
     for _ in range(comms.rank):
         meet(comms, "log", timeout=timeout)
-    with reported(comms, "log", timeout, in_turns=True):
+    with reported(comms, "log", timeout):
         yield
     for _ in range(comms.rank, comms.size):
         meet(comms, "log", timeout=timeout)

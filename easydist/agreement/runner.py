@@ -19,9 +19,8 @@ from easydist.agreement.call import Call
 from easydist.agreement.calling import calling
 from easydist.agreement.frames import Agreement
 from easydist.base import modes
-from easydist.errors import EasydistError
+from easydist.errors import DisagreementError, EasydistError
 from easydist.groups.communicators import Communicators
-from easydist.liveness.monitor import again
 from easydist.typing import Timeout
 
 R = TypeVar("R")
@@ -213,13 +212,13 @@ def meet(
         RemoteError: A rank reported a fault.
         DisagreementError: A rank made a different call.
     """
-    if fault is not None and (_is_known(comms, fault) or comms.size == 1):
+    is_known = isinstance(fault, EasydistError) and fault.raised_in is comms
+    if fault is not None and (is_known or comms.size == 1):
         raise fault  # all other ranks raise it already, or there are none
+    _meet(comms, operation, fault, timeout)
 
-    _report(comms, operation, fault, timeout)
 
-
-def _report(
+def _meet(
     comms: Communicators, operation: str, fault: BaseException | None, timeout: Timeout | None, body: int = -1
 ) -> None:
     def report(_: Communicators) -> tuple[None, dict[str, Any]]:
@@ -231,45 +230,50 @@ def _report(
 
 
 @contextlib.contextmanager
-def reported(
-    comms: Communicators, operation: str, timeout: Timeout | None = None, in_turns: bool = False
-) -> Iterator[None]:
+def reported(comms: Communicators, operation: str, timeout: Timeout | None = None) -> Iterator[None]:
     """Report an exception of the body to all ranks, which meet in ``operation``, and raise it here.
 
-    All ranks meet once in each body that a rank leaves with an exception: also those that raise the same error already,
-    because others may have caught it, but not those that have heard of the exception inside of the body. A rank that
-    has heard of it, and caught that error, raises it at the end of its body.
-
-    Args:
-        comms: The group.
-        operation: The name for errors.
-        timeout: The time limit of the meeting; None is the group's.
-        in_turns: True if other ranks wait for the end of the body in a meeting. They leave with an error of all ranks.
+    The others are not in such a body: they wait for its end in a meeting, which any error of all ranks ends.
     """
-    comms.bodies += 1
-    number = comms.bodies
     try:
         yield
     except BaseException as error:
-        comms.bodies = number - 1
-        if _left(comms, number) is None and not (in_turns and _is_known(comms, error)):
-            with contextlib.suppress(Exception):  # the others raise RemoteError; here the body's own is raised
-                _report(comms, operation, error, timeout, number)
+        with contextlib.suppress(Exception):  # the others raise RemoteError; here the body's own exception is raised
+            meet(comms, operation, error, timeout)
         raise
-    comms.bodies = number - 1
-    if (heard := _left(comms, number)) is not None:
-        raise again(heard)
 
 
-def _is_known(comms: Communicators, error: BaseException | None) -> bool:
-    """True if all other ranks raise this error, too."""
-    return isinstance(error, EasydistError) and error.raised_in is comms
+@contextlib.contextmanager
+def jointly(comms: Communicators, operation: str, timeout: Timeout | None = None) -> Iterator[None]:
+    """Run a body that all ranks run, after which they meet in ``operation``: all raise, or none does.
+
+    Each rank comes to exactly one meeting of a body, at its end or with its exception. That holds for an error that all
+    ranks raise, too, since some may catch it. A rank that hears in the body that others have left it raises that error
+    in its further calls, and at the end (``Communicators.left``), since they come to no other exchange of this body.
+    """
+    comms.bodies += 1
+    is_at_end = False
+    try:
+        yield
+        is_at_end = True
+        meet(comms, operation, timeout=timeout)
+    except BaseException as error:
+        # Of the errors of the meeting only a disagreement means that it has not taken place, and still will.
+        if comms.size > 1 and (not is_at_end or isinstance(error, DisagreementError)):
+            _leave(comms, operation, error, timeout)
+        raise
+    finally:
+        comms.bodies -= 1
+        if comms.left is not None and comms.left[0] > comms.bodies:
+            comms.left = None
 
 
-def _left(comms: Communicators, number: int) -> EasydistError | None:
-    """Return the error by which this rank has heard that others left a body, which ends here, or one around it."""
-    if comms.left is None or comms.left[0] > number:
-        return None
-    outermost, error = comms.left
-    comms.left = None if outermost == number else comms.left
-    return error
+def _leave(comms: Communicators, operation: str, error: BaseException, timeout: Timeout | None) -> None:
+    """Meet the others in the body with an exception; again if a message that they wait for comes in between.
+
+    This does nothing if this rank has heard of others that have left, as every call of the body raises then.
+    """
+    with contextlib.suppress(Exception):  # the others raise RemoteError; here the body's own exception is raised
+        while True:  # it always raises
+            with contextlib.suppress(DisagreementError):
+                _meet(comms, operation, error, timeout, comms.bodies)

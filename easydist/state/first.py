@@ -28,7 +28,7 @@ def first(comms: Communicators, goes_first: bool, timeout: Timeout | None) -> It
     if not goes_first:
         meet_all()
     comms.appear()
-    with reported(comms, _OPERATION, limit, in_turns=True), bodies.running(f"{_OPERATION} at {site()}"):
+    with reported(comms, _OPERATION, limit), bodies.running(f"{_OPERATION} at {site()}"):
         yield
     meet_all()
     if goes_first:

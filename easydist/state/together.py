@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from easydist.agreement.calling import seconds
-from easydist.agreement.runner import meet, reported
+from easydist.agreement.runner import jointly
 from easydist.state.process_state import communicators
 from easydist.typing import Group, Timeout
 
@@ -36,6 +36,5 @@ def together(group: Group = None, *, timeout: Timeout | None = None) -> Iterator
     """
     comms = communicators(group)
     limit = None if timeout is None else seconds(timeout, "together")
-    with reported(comms, "together", limit):
+    with jointly(comms, "together", limit):
         yield
-    meet(comms, "together", timeout=limit)

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
-from easydist.agreement.runner import Verb, meet, reported, run
+from easydist.agreement.runner import Verb, jointly, meet, run
 from easydist.base.arguments import UNSET, either, hiding
 from easydist.data.backing import absence
 from easydist.groups.communicators import Communicators
@@ -254,9 +254,8 @@ def _kept(params: list[nn.Parameter], changes: _Changes) -> Iterator[None]:
     before = [parameter.detach().clone() for parameter in params]
     comms = communicators(changes.group)
     try:
-        with reported(comms, "GatheredParameters", changes.timeout), _no_replacing(params):
+        with jointly(comms, "GatheredParameters", changes.timeout), _no_replacing(params):
             yield
-        meet(comms, "GatheredParameters", timeout=changes.timeout)
         if changes.modifier_rank is not None:
             whole = [parameter.data for parameter in params]
             broadcast(whole, group_src=changes.modifier_rank, group=changes.group, timeout=changes.timeout)

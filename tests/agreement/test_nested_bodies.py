@@ -13,7 +13,7 @@ from easydist.testing import distributed
 
 
 class Own(Exception):
-    """What a body raises."""
+    """The exception that a body raises."""
 
 
 FAILED = (Own, EasydistError, ValueError)
@@ -53,9 +53,17 @@ def in_a_body_whose_error_others_catch(rank):
     easydist.gather(torch.ones(2))  # not with what rank 1 calls next
 
 
+def while_another_waits_for_its_message(rank):
+    if rank == 1:
+        raise Own
+    if rank == 0:
+        easydist.recv_tensor_dict(1)
+
+
 @pytest.mark.parametrize(
     "body",
     [
+        while_another_waits_for_its_message,
         in_inner_body,
         in_what_comes_first,
         in_a_collector,
@@ -78,10 +86,11 @@ def drawn(draw, depth=0):
     """Draw a program: its steps, each with the ranks that raise before it and those that catch what it raises."""
     steps = []
     for _ in range(draw.randint(1, 3)):
-        kind = "body" if depth < 3 and draw.random() < 0.5 else "gather"
+        kind = draw.choice(["body", "body", "gather", "message"] if depth < 3 else ["gather", "message"])
         raising = {rank for rank in range(3) if draw.random() < 0.12}
         catching = {rank for rank in range(3) if draw.random() < 0.2}
-        steps.append((kind, raising, catching, drawn(draw, depth + 1) if kind == "body" else None))
+        inner = drawn(draw, depth + 1) if kind == "body" else draw.sample(range(3), 2)
+        steps.append((kind, raising, catching, inner))
     return steps
 
 
@@ -90,11 +99,15 @@ def run(rank, steps):
         try:
             if rank in raising:
                 raise Own
-            if kind == "gather":
+            if kind == "body":
+                with easydist.together():
+                    run(rank, inner)
+            elif kind == "gather":
                 easydist.gather(torch.ones(1))
-                continue
-            with easydist.together():
-                run(rank, inner)
+            elif rank == inner[0]:
+                easydist.send_object(rank, inner[1])
+            elif rank == inner[1]:
+                assert easydist.recv_object(inner[0]) == inner[0]
         except (Own, EasydistError):
             # An exception of its own that a rank catches leaves it out of a call that the others make.
             if rank not in catching or rank in raising:
@@ -102,8 +115,10 @@ def run(rank, steps):
 
 
 @pytest.mark.slow
+@pytest.mark.stress
 @distributed(world_size=3, timeout=launching.within(30 + launching.examples(60)))
 def test_random_bodies(rank):
+    """Seed n alone: ``run(rank, drawn(random.Random(n)))`` in ``together``, on three ranks."""
     for seed in range(launching.examples(60)):
         program, raised = drawn(random.Random(seed)), 0
         try:

@@ -12,9 +12,23 @@ MUTANTS = [
     ),
     Mutant(
         "agreement/runner.py",
-        "reported",
-        "if _left(comms, number) is None and not (in_turns and _is_known(comms, error)):",
-        "if _left(comms, number) is None and not _is_known(comms, error):",
+        "jointly",
+        " or isinstance(error, DisagreementError)",
+        "",
+        "tests/agreement/test_nested_bodies.py",
+    ),
+    Mutant(
+        "agreement/runner.py",
+        "_leave",
+        "with contextlib.suppress(DisagreementError):",
+        "with contextlib.suppress(ZeroDivisionError):",
+        "tests/agreement/test_nested_bodies.py",
+    ),
+    Mutant(
+        "agreement/calling.py",
+        "calling._begin",
+        "if comms.left is not None:",
+        "if comms.left is not None and self._is_call is None:",
         "tests/agreement/test_nested_bodies.py",
     ),
     Mutant(
@@ -77,10 +91,10 @@ MUTANTS = [
     ),
     Mutant(
         "agreement/runner.py",
-        "_is_known",
-        "isinstance(error, EasydistError) and error.raised_in is comms",
-        "isinstance(error, EasydistError)",
-        "tests/agreement/test_runner.py::test_an_error_of_another_group_in_a_body_is_told_to_the_others",
+        "meet",
+        "isinstance(fault, EasydistError) and fault.raised_in is comms",
+        "isinstance(fault, EasydistError)",
+        "tests/state/test_main_process_first.py::test_an_error_of_another_group_is_told_to_the_others",
     ),
     Mutant(
         "agreement/notes.py",

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from groups import DEADLINE, events, everyone
 
 import easydist
-from easydist import DisagreementError, ProcessState, RemoteError
+from easydist import CollectiveTimeout, DisagreementError, ProcessState, RemoteError
 from easydist.testing import distributed
 
 EVERY = (1, 2, 3, 4)
@@ -124,6 +124,18 @@ def test_a_collective_inside_the_first_body_is_an_error_for_all(rank, world_size
     with pytest.raises(DisagreementError, match="ranks made different calls"), ProcessState().main_process_first():
         easydist.gather(torch.ones(1))
     assert everyone() == list(range(world_size))
+
+
+@distributed(world_size=2)
+def test_an_error_of_another_group_is_told_to_the_others(rank):
+    def body():
+        with ProcessState().main_process_first():
+            if rank == 0:
+                raise CollectiveTimeout("in another group")
+
+    with pytest.raises(CollectiveTimeout if rank == 0 else RemoteError):
+        body()
+    assert everyone() == [0, 1]
 
 
 @distributed(world_size=3)
