@@ -20,7 +20,6 @@ from easydist.base.wording import counted
 from easydist.errors import OverlappingCallError
 from easydist.groups.communicators import Communicators
 from easydist.liveness.monitor import again
-from easydist.liveness.watchdog import interrupts_deferred
 from easydist.typing import Timeout
 
 _NO_SIGNALS: contextlib.AbstractContextManager[bool | None] = contextlib.nullcontext()
@@ -140,8 +139,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
     ) -> None:
         if self._comms.size > 1:
             try:
-                with _NO_SIGNALS if error is None else interrupts_deferred():
-                    self._end(kind, error, trace)
+                self._end(kind, error, trace)
             finally:
                 # Even if an interrupt strikes in ``_end``: else no further call could begin.
                 self._comms.under_way.pop(_CALL, None)
@@ -151,13 +149,15 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
             self._notes.tell(self._comms, error)
 
     def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None:
-            self._tell_of(error)
-        self._signals.__exit__(kind, error, trace)
-        # Before the error reaches the caller: nothing may write to its tensors after that.
-        if self._comms.monitor.broken is not None:
-            self._comms.stop()
-        self._comms.monitor.end(error is None or self._has_sent_all(error))
+        try:
+            if error is not None:
+                self._tell_of(error)
+        finally:  # also if a second Ctrl-C came meanwhile
+            self._signals.__exit__(kind, error, trace)
+            # Before the error reaches the caller: nothing may write to its tensors after that.
+            if self._comms.monitor.broken is not None:
+                self._comms.stop()
+            self._comms.monitor.end(error is None or self._has_sent_all(error))
 
     def _has_sent_all(self, error: BaseException) -> bool:
         """True if no other rank waits for data of this one, although its call ends with an error."""

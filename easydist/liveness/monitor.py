@@ -22,6 +22,7 @@ from easydist.liveness.peer import Peer
 from easydist.liveness.report import EXCEPTION, INTERRUPT, fields_of, kind_of
 from easydist.liveness.status import GroupStatus, nothing
 from easydist.liveness.timed_store import TimedStore
+from easydist.liveness.watchdog import interrupts_deferred
 
 _log = logging.getLogger("easydist")
 WARN_AFTER: float = settings.read("EASYDIST_WARN_AFTER")
@@ -275,7 +276,8 @@ class Monitor(GroupStatus):
             kind: The kind of the report; empty to derive it from the error's type.
             wait: The wait in C++ for which to give up: do nothing if it has ended. None to give up in any case.
         """
-        with self._lock:  # the waiting thread and the watchdog may get here at the same time
+        # The waiting thread and the watchdog may get here at the same time; a second Ctrl-C must not come in between.
+        with interrupts_deferred(), self._lock:
             parting = self.leave(error, wait)
             try:
                 # Before disconnecting: a rank whose connection breaks looks for this report.
@@ -296,9 +298,10 @@ class Monitor(GroupStatus):
 
     def interrupted(self, error: BaseException, wait: int | None = None) -> None:
         """Leave a call before its end because of Ctrl-C or the like; do nothing if the wait has ended."""
-        self.sync_signals()  # now, so that the signal counts for this call
-        text = texts.interrupted(self.operation, self.rank, error, self.advice.failed)
-        self.give_up(self._own(text), INTERRUPT, wait)
+        with interrupts_deferred():
+            self.sync_signals()  # now, so that the signal counts for this call
+            text = texts.interrupted(self.operation, self.rank, error, self.advice.failed)
+            self.give_up(self._own(text), INTERRUPT, wait)
 
     def failed(self, error: Exception, wait: int | None = None) -> None:
         """Leave a call before its end because of an error of this rank; do nothing if the wait has ended."""

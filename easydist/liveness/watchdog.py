@@ -172,11 +172,10 @@ def _is_interrupting(handler: object) -> bool:
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block, in which the others are told of what has happened here.
+    """Let Ctrl-C wait for the end of the block, in which the others are told that this rank leaves a call.
 
-    Otherwise a second one, soon after the first, could keep this rank from leaving the call as a whole: the others
-    would wait for it, and its next call would not connect again. It changes nothing outside of the main thread, and if
-    a handler of the program's own does not raise.
+    Otherwise a second one, soon after the first, could come in between: the others would wait for this rank, whose next
+    call would not connect again. Nothing changes outside of the main thread, or if a handler of SIGINT does not raise.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.get_ident() != threading.main_thread().ident or not _is_interrupting(handler):

@@ -410,8 +410,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             self._backend.call = described(operation, *about)
             with event(operation):
                 works = start()
-        except BaseException:
-            self.leave(None)
+        except BaseException as error:
+            self.leave(None if isinstance(error, Exception) else error)  # after Ctrl-C the others may have joined it
             raise
         finally:
             self._backend.call = OWN

@@ -22,6 +22,12 @@ from easydist.testing import distributed
 LONG = launching.within(10)
 """Seconds that a call may take; none of these tests waits for its end."""
 
+TOLD = {
+    "Ctrl-C": (RemoteError, r"^gather: rank 0 was interrupted \(KeyboardInterrupt\)\n"),
+    "timeout": (CollectiveTimeout, r"^gather: 2 of 3 ranks did not come within 0\.5 s\n"),
+}
+"""The error of the others, by what has ended the call of one rank."""
+
 
 def broadcast_tensor_dict(group, turn):
     sent = {"x": torch.arange(20_000) + turn, "y": torch.ones(3)}
@@ -107,32 +113,33 @@ def test_who_is_interrupted_alone_fails_the_call_on_all(rank, backend):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("step", "ends_by"), [("_own", "Ctrl-C"), ("leave", "Ctrl-C"), ("leave", "timeout")])
 @BACKENDS
 @distributed(world_size=3)
-def test_a_second_ctrl_c_waits_until_the_others_know_of_the_first(rank, backend):
-    """It comes when rank 0 has noted that it leaves the call, and has not told the others yet."""
-    leave = Monitor.leave
+def test_ctrl_c_waits_until_the_others_know_that_a_rank_leaves_a_call(rank, backend, step, ends_by):
+    """It strikes in a step of rank 0 towards telling them."""
+    done = getattr(Monitor, step)
 
-    def interrupted(monitor, *args):
-        parting = leave(monitor, *args)
+    def struck(monitor, *args):
+        result = done(monitor, *args)
         signal.raise_signal(signal.SIGINT)
-        return parting
+        return result
 
     with made(backend) as group:
         check_works(group, backend)
         store = group.get_group_store()
         if rank == 0:
-            timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
+            timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT if ends_by == "Ctrl-C" else 0])
             timer.start()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Monitor, "leave", interrupted)
+                patch.setattr(Monitor, step, struck)
                 with pytest.raises(KeyboardInterrupt):
-                    easydist.gather(torch.ones(100_000), group=group)
+                    easydist.gather(torch.ones(100_000), group=group, timeout=0.5 if ends_by == "timeout" else LONG)
             timer.join()
             store.set("interrupted", "")
         else:
             store.wait(["interrupted"])
-            with pytest.raises(RemoteError, match=r"^gather: rank 0 was interrupted \(KeyboardInterrupt\)\n"):
+            with pytest.raises(TOLD[ends_by][0], match=TOLD[ends_by][1]):
                 easydist.gather(torch.ones(100_000), group=group, timeout=LONG)
         check_works(group, backend)
 

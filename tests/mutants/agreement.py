@@ -4,13 +4,6 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
-        "agreement/calling.py",
-        "calling.__exit__",
-        "_NO_SIGNALS if error is None else interrupts_deferred()",
-        "_NO_SIGNALS",
-        "tests/groups/test_in_step.py::test_a_second_ctrl_c_waits_until_the_others_know_of_the_first",
-    ),
-    Mutant(
         "agreement/runner.py",
         "jointly",
         " or isinstance(error, DisagreementError)",

@@ -4,6 +4,20 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "liveness/monitor.py",
+        "Monitor.give_up",
+        "with interrupts_deferred(), self._lock:",
+        "with self._lock:",
+        "tests/groups/test_in_step.py::test_ctrl_c_waits_until_the_others_know_that_a_rank_leaves_a_call",
+    ),
+    Mutant(
+        "liveness/monitor.py",
+        "Monitor.interrupted",
+        "with interrupts_deferred():",
+        "if True:",
+        "tests/groups/test_in_step.py::test_ctrl_c_waits_until_the_others_know_that_a_rank_leaves_a_call",
+    ),
+    Mutant(
         "liveness/background.py",
         "Caller.__init__",
         "weakref.finalize(self, self._jobs.put, None)",

@@ -4,6 +4,14 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "torch_backend/group.py",
+        "SharedMemoryGroup._begin",
+        "None if isinstance(error, Exception) else error",
+        "None",
+        "tests/torch_backend/test_ends_of_groups.py::"
+        "test_ctrl_c_as_an_operation_begins_is_told_to_a_rank_that_waits_in_it",
+    ),
+    Mutant(
         "torch_backend/shown.py",
         "_shown",
         'if name == "allgather"',

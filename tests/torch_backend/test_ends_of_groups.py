@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 import threading
 from datetime import timedelta
@@ -19,6 +20,7 @@ from easydist.process_group import NAME
 from easydist.shm.segment import Segment
 from easydist.testing import distributed
 from easydist.torch_backend.group import SharedMemoryGroup
+from easydist.transport.backends import shm
 from easydist.transport.backends.native import over
 from easydist.transport.backends.solo import Solo
 
@@ -232,3 +234,28 @@ def test_verbs_take_a_group_of_one(rank):
     made = group()
     made.renew(dist.HashStore())
     assert easydist.gather({"x": torch.ones(2)}, group=made)["x"].tolist() == [1, 1]
+
+
+@distributed(world_size=2)
+def test_ctrl_c_as_an_operation_begins_is_told_to_a_rank_that_waits_in_it(rank):
+    made, data = group(), torch.ones(300_000)
+    dist.barrier(group=made)
+    if rank == 1:
+        work = dist.all_reduce(data, group=made, async_op=True)
+        dist.barrier()
+        with pytest.raises(RemoteError, match="rank 0 was interrupted"):
+            work.wait()
+    else:
+        dist.barrier()
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shm, "_reduce_share", interrupt)  # before the wait: the data of rank 1 are there already
+            with pytest.raises(KeyboardInterrupt) as info:
+                dist.all_reduce(data, group=made)
+        signal.signal(signal.SIGINT, before)
+        assert "_begin" in [entry.name for entry in info.traceback]
+    dist.barrier()
+
+
+def interrupt(*args):
+    os.kill(os.getpid(), signal.SIGINT)
