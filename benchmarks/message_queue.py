@@ -49,20 +49,22 @@ class Ours:
 
 
 class Theirs:
-    """A PUB socket on rank 0, and a SUB socket on each of the others."""
+    """A socket that publishes on rank 0 (XPUB: it sees who subscribes), and a SUB socket on each of the others."""
 
     def __init__(self, rank: int) -> None:
         folder = [tempfile.mkdtemp(prefix="zmq") if rank == 0 else ""]
         address = f"ipc://{broadcast_object_list(folder)[0]}/socket"
-        self._socket = zmq.Context.instance().socket(zmq.SUB if rank else zmq.PUB)
+        self._socket = zmq.Context.instance().socket(zmq.SUB if rank else zmq.XPUB)
         self._socket.setsockopt(zmq.RCVHWM if rank else zmq.SNDHWM, 0)
         if rank == 0:
+            self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # each reader's subscription arrives, though they are equal
             self._socket.bind(address)
         dist.barrier()
         if rank:
             self._socket.setsockopt(zmq.SUBSCRIBE, b"")
             self._socket.connect(address)
-        time.sleep(0.5)  # a subscription arrives at some time
+        for _ in range(0 if rank else dist.get_world_size() - 1):
+            self._socket.recv()  # a subscription
         dist.barrier()
 
     def put(self, payload: object) -> None:

@@ -45,7 +45,7 @@ def is_copy() -> bool:
 
 
 def is_worker() -> bool:
-    """True if this is a worker of a ``DataLoader``, which has its parent's environment even if it was started anew."""
+    """True in a worker of a ``DataLoader``; even if it was not forked, it has its parent's environment."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None
 

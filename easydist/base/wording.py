@@ -52,6 +52,16 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
 
 
+def reason(error: BaseException) -> str:
+    """Return the text of an error, or its name if it has none, as Ctrl-C.
+
+    Example:
+        >>> reason(ValueError("too long")), reason(KeyboardInterrupt())
+        ('too long', 'KeyboardInterrupt()')
+    """
+    return str(error) or repr(error)
+
+
 def needs(part: str, package: str, extra: str) -> str:
     """Return which package a part of easydist lacks, and how to install it with the extra that names it.
 

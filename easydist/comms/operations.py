@@ -12,6 +12,7 @@ from torch.distributed import Store
 
 from easydist.agreement.notes import listeners
 from easydist.base.modes import demand_data
+from easydist.base.wording import reason
 from easydist.comms.failures import BROKEN, BROKEN_WRAPPED, CommDisagreement, abort, explained, is_late, later
 from easydist.comms.hooks import HookArgs, Hooks, traced
 from easydist.comms.options import CommOptions, checked_hints, limited
@@ -193,7 +194,7 @@ class Operations:
         if self.is_final:
             return RuntimeError(f"{name}: TorchComm {self._name!r} not initialized: it has been finalized")
         assert self.failure is not None
-        return later(f"{name}: the communicator {self._name!r} is broken: {self.failure}", self.failure)
+        return later(f"{name}: the communicator {self._name!r} is broken: {reason(self.failure)}", self.failure)
 
     def _two_at_once(self, mine: tuple[int, str], other: tuple[int, str]) -> str:
         names = {thread.ident: thread.name for thread in threading.enumerate()}

@@ -41,7 +41,7 @@ _REMEDIES = {
     "<lambda>": "; define it by def at the top level of a module",
     "local object": "; define it at the top level of a module",
 }
-"""What to do about some errors of pickle, by a part of their texts."""
+"""Remedies for errors of pickle, by a part of the error's text."""
 
 _switch = SimpleNamespace(allowed=settings.read("EASYDIST_PICKLE"))
 

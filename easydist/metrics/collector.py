@@ -170,9 +170,9 @@ class MetricCollector:
         if not {"schema", "indices", "blocks"}.issubset(names):
             has = ", ".join(map(str, names)) or "nothing"
             raise ValueError(f"load_state_dict: the state has {has}; pass a result of MetricCollector.state_dict")
-        as_indices(state["indices"], "MetricCollector", self.total)
+        indices = as_indices(state["indices"], "MetricCollector", self.total)
         schema = self._joined(Schema.of(codec.decode(state["schema"].clone())))
-        self._store.load(state)
+        self._store.load(indices, state["blocks"])
         self._schema = schema
 
     def missing(self) -> torch.Tensor:

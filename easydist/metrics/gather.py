@@ -19,7 +19,7 @@ from easydist.metrics.encoding import lengths_of, nbytes_of, received, travellin
 from easydist.metrics.indices import as_indices, by_index, check_complete
 from easydist.metrics.joining import padded
 from easydist.metrics.known_loaders import lot_of, lot_of_last
-from easydist.metrics.order import Order, counted, in_order, rows_text
+from easydist.metrics.order import Order, in_order, per_rank, rows_text
 from easydist.metrics.tally import Lot, agreed_lot
 from easydist.metrics.windows import AT_ONCE, Destination, Large, moved
 from easydist.state import communicators, together
@@ -241,7 +241,7 @@ class _GatherForMetrics(Gather):
         pairs = zip(counts, self._columns, strict=True)
         found = {rows: column.path or "the data" for rows, column in pairs if rows is not None and any(rows)}
         if len(found) > 1:
-            columns = [f"{path} has {counted(rows)} on the ranks" for rows, path in found.items()]
+            columns = [f"{path} has {per_rank(rows)} on the ranks" for rows, path in found.items()]
             raise ValueError(f"gather_for_metrics: {', '.join(columns)}; pass one row per sample")
         return next(iter(found))
 
@@ -259,7 +259,7 @@ class _GatherForMetrics(Gather):
         if self._options.indices is not None:
             if rows != sizes[-1]:
                 raise ValueError(
-                    f"gather_for_metrics: {path} has {counted(rows)} on the ranks, indices has "
+                    f"gather_for_metrics: {path} has {per_rank(rows)} on the ranks, indices has "
                     f"{', '.join(map(str, sizes[-1]))}; pass one index per row"
                 )
             return None

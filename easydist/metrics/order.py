@@ -93,10 +93,10 @@ def check_even(rows: Sequence[int], sharding: Sharding, may_be_last: bool) -> No
 
 def rows_text(rows: Sequence[int]) -> str:
     """Return the beginning of an error: ``the ranks have 2, 3 rows``."""
-    return f"the ranks have {counted(rows)}"
+    return f"the ranks have {per_rank(rows)}"
 
 
-def counted(rows: Sequence[int]) -> str:
+def per_rank(rows: Sequence[int]) -> str:
     """Return the numbers of rows of all ranks: ``2, 3 rows``."""
     return f"{', '.join(map(str, rows))} {'row' if [*rows] == [1] else 'rows'}"
 

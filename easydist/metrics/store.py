@@ -123,21 +123,19 @@ class Store:
         blocks = [{"rows": one.length, "nbytes": one.nbytes, "leaves": one.written()} for one in self._blocks]
         return {"indices": self.indices, "blocks": blocks}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, indices: torch.Tensor, blocks: Sequence[Mapping[str, Any]]) -> None:
         """Add copies of the rows of a ``state``; none if an object cannot be decoded.
 
         Raises:
             ValueError: Indices and rows do not fit together.
         """
-        blocks, counts = state["blocks"], [block["rows"] for block in state["blocks"]]
-        decoded = [_decoded(block["leaves"]) for block in blocks]
+        counts = [block["rows"] for block in blocks]
+        decoded = [_decoded(_cloned(block["leaves"])) for block in blocks]
         lengths = [len(leaf) == count for count, leaves in zip(counts, decoded, strict=True) for leaf in leaves]
-        if sum(counts) != len(state["indices"]) or not all(lengths):
+        if sum(counts) != len(indices) or not all(lengths):
             raise ValueError("load_state_dict: the state has not one row of each column for each index; it was changed")
-        indices = state["indices"].split(counts)
-        for block, leaves, part in zip(blocks, decoded, indices, strict=True):
-            copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            self.add(part.clone(), copies, block["nbytes"])
+        for block, leaves, part in zip(blocks, decoded, indices.split(counts), strict=True):
+            self.add(part.clone(), leaves, block["nbytes"])
 
     def rows(self, positions: torch.Tensor) -> RowLeaves:
         """Return the rows at these positions, counted from the first one added; at least one."""
@@ -177,8 +175,13 @@ class Store:
 
 
 def _decoded(written: RowLeaves) -> RowLeaves:
-    """Return rows as they are in memory. Objects have memory of their own."""
-    return [codec.decode(leaf[0].clone()) if isinstance(leaf, list) else leaf for leaf in written]
+    """Return rows as they are in memory."""
+    return [codec.decode(leaf[0]) if isinstance(leaf, list) else leaf for leaf in written]
+
+
+def _cloned(written: RowLeaves) -> RowLeaves:
+    """Return copies, whose memory nobody else changes."""
+    return [[leaf[0].clone()] if isinstance(leaf, list) else leaf.clone() for leaf in written]
 
 
 def _as_slice(positions: torch.Tensor) -> torch.Tensor | slice:

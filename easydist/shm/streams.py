@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
+from easydist.base.wording import reason
 from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError
 from easydist.shm import cycles
 from easydist.shm.calls import Calls
@@ -457,7 +458,7 @@ class Streams:
         if threading.get_ident() != self._thread:
             self._used_by_another()
         if self.error is not None:
-            raise RuntimeError(f"this communicator can no longer be used: {self.error}") from self.error
+            raise RuntimeError(f"this communicator can no longer be used: {reason(self.error)}") from self.error
 
     def close(self) -> None:
         """End all operations, and release the memory."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from operator import index
 from typing import Any, NamedTuple, SupportsIndex, TypeGuard
 
@@ -16,9 +16,9 @@ from easydist.weights.blocks import Block, shard
 class _Shard(NamedTuple):
     tensor: torch.Tensor
     """The part, on this rank."""
-    start: Sequence[int]
+    start: tuple[int, ...]
     """The index of its first element in the whole tensor, in each dimension."""
-    shape: Sequence[int]
+    shape: tuple[int, ...]
     """The shape of the whole tensor."""
 
 
@@ -105,7 +105,7 @@ def box_of(value: Any, name: str) -> Block:
         ValueError: This rank is not in its mesh, or the block is not inside of the whole.
     """
     if isinstance(value, LocalShard):
-        return _checked(Block(tuple(value.start), tuple(value.tensor.shape)), tuple(value.shape), name)
+        return _checked(Block(value.start, tuple(value.tensor.shape)), value.shape, name)
     mesh = value.device_mesh
     if (place := mesh.get_coordinate()) is None:
         raise ValueError(f"[{name!r}] is a DTensor on a mesh that this rank is not in")

@@ -10,6 +10,7 @@ from torch import nn
 
 from easydist.agreement.disagreement import Row, listed, misfit_lines
 from easydist.base.recent import Recent
+from easydist.base.wording import some
 from easydist.data.aliasing import overlap
 from easydist.data.leaves import Leaves
 from easydist.data.packing import type_text
@@ -247,7 +248,7 @@ def _described(value: Any) -> str:
 def disagreement(operation: str, src: int, misfits: Mapping[int, Sequence[Row]], is_optimizer: bool) -> str:
     """Describe the entries of receivers or further sources that differ from the first source's, one per line."""
     lines = misfit_lines(src, misfits)
-    title = f"{operation}: ranks disagree on {len(lines)} {'entry' if len(lines) == 1 else 'entries'}"
+    title = f"{operation}: ranks disagree on {some(len(lines), 'entry', 'entries')}"
     advice = (
         "strict=False leaves out names that only one side has, filter= and rename= on either side change what is "
         "compared; shapes have to be equal."

@@ -78,14 +78,14 @@ MUTANTS = [
         "metrics/collector.py",
         "MetricCollector.load_state_dict",
         """as_indices(state["indices"], "MetricCollector", self.total)""",
-        "pass",
+        """state["indices"]""",
         "tests/metrics/test_resumed.py::test_an_index_beyond_the_samples_is_refused",
     ),
     Mutant(
         "metrics/store.py",
-        "Store.load",
-        "leaf.clone() if isinstance(leaf, torch.Tensor) else leaf",
-        "leaf",
+        "_cloned",
+        "else leaf.clone()",
+        "else leaf",
         "tests/metrics/test_resumed.py::test_rows_that_are_loaded_are_copies",
     ),
     Mutant(

@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import torch
 
+from easydist.base.wording import reason
 from easydist.data.arithmetic import split_sizes
 from easydist.transport.backend import Backend, set_to
 from easydist.transport.backends.c10d import Gloo
@@ -340,4 +341,4 @@ class RunQueue:
 
     def _check(self) -> None:
         if self._error is not None:
-            raise RuntimeError(f"this communicator can no longer be used: {self._error}") from self._error
+            raise RuntimeError(f"this communicator can no longer be used: {reason(self._error)}") from self._error
