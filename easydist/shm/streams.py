@@ -116,7 +116,7 @@ class Operation:
         """Record that one of its generators has ended."""
         self.left -= 1
         if not self.left:
-            self.keep = None
+            self.keep = self.describe = None  # which hold the tensors
 
 
 class _Stream:

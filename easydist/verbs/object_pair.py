@@ -115,4 +115,4 @@ def encoded(obj: Any, weights_only: bool) -> Callable[[], tuple[torch.Tensor, Bu
 
 def decoded(weights_only: bool) -> Callable[[Message], tuple[Any, Buffers]]:
     """Return the function that reads the message of an object."""
-    return lambda message: (codec.decode(message.body.clone(), weights_only=weights_only), [])
+    return lambda message: (codec.decode(message.body, weights_only=weights_only), [])

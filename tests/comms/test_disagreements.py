@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from differing import DTYPES, EQUAL, OPERATIONS, OPS, REDUCING, ROOTED, begin, demand_one_error, play
 from launching import examples, within
 
@@ -99,6 +100,20 @@ def test_messages_that_differ(rank, world_size):
     demand_one_error(lambda: exchange({"numel": 4_000_000}, {}), comm)
     demand_one_error(lambda: exchange({}, {"numel": 4_000_000}), comm)
     demand_one_error(lambda: begin(comm, "ring", numel=4 + rank).wait() or comm.barrier(False), comm)
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_a_rank_that_waits_for_nobody_hears_of_a_disagreement_in_its_next_operation(rank):
+    comm = made()
+    if rank < 2:
+        with pytest.raises(CommDisagreement):
+            begin(comm, "all_reduce", numel=4 + rank)
+    dist.barrier()
+    if rank == 2:
+        with pytest.raises(CommDisagreement):
+            comm.send(torch.ones(4), 0, async_op=True)
+    comm.barrier(False)
 
 
 @pytest.mark.slow

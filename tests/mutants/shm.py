@@ -55,16 +55,17 @@ MUTANTS = [
     Mutant(
         "shm/streams.py",
         "Operation.one_done",
-        "        if not self.left:\n            self.keep = None\n",
+        "        if not self.left:\n            self.keep = self.describe = None  # which hold the tensors\n",
         "",
-        "tests/transport/test_conformance.py::test_tensors_live_as_long_as_their_operation",
+        "tests/shm/test_shm.py::test_the_data_of_an_operation_that_has_ended_is_freed_while_its_handle_is_kept",
     ),
     Mutant(
         "shm/calls.py",
         "Calls.leave",
         "        for rank in slots.others:\n            words[slots.cell(rank, NOTICE)] = 1\n",
         "",
-        "tests/comms/test_disagreements.py::test_messages_that_differ",
+        "tests/comms/test_disagreements.py::"
+        "test_a_rank_that_waits_for_nobody_hears_of_a_disagreement_in_its_next_operation",
     ),
     Mutant(
         "shm/cycles.py",

@@ -39,13 +39,6 @@ MUTANTS = [
         "tests/verbs/test_backward.py::test_backward_is_one_exchange_for_the_whole_tree",
     ),
     Mutant(
-        "verbs/object_pair.py",
-        "decoded",
-        "codec.decode(message.body.clone(), weights_only=weights_only)",
-        "codec.decode(message.body, weights_only=weights_only)",
-        "tests/verbs/test_object_pair.py",
-    ),
-    Mutant(
         "verbs/parameters.py",
         "_kept",
         "[parameter.detach().clone() for parameter in params]",

@@ -6,8 +6,10 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -223,6 +225,22 @@ def test_a_size_that_differs_is_an_error_of_its_own_operation_only(rank):
         with pytest.raises(RuntimeError, match="can no longer be used: rank 1 passed 6 bytes"):
             unequal.barrier()
     other.barrier().wait()
+
+
+@distributed(world_size=2)
+def test_the_data_of_an_operation_that_has_ended_is_freed_while_its_handle_is_kept(rank):
+    shm, array = backend(rank, 2), np.ones(4)
+    if rank == 0:
+        data, work = weakref.ref(array), shm.recv(torch.from_numpy(array), 1)
+        del array
+        assert data() is not None
+    dist.barrier()
+    if rank == 1:
+        shm.send(torch.zeros(4, dtype=torch.float64), 0)
+    dist.barrier()
+    if rank == 0:
+        assert work.is_completed()
+        assert data() is None
 
 
 @distributed(world_size=3)

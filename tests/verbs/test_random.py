@@ -45,8 +45,10 @@ def test_a_seed_that_is_no_integer_is_an_error_and_seeds_nothing(rank, seed):
 
 
 @distributed(world_size=3)
-def test_device_specific_seeds_differ_by_the_rank(rank, world_size):
-    easydist.set_seed(5, device_specific=True)
+def test_device_specific_seeds_differ_by_the_rank_on_all_hosts(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "0")
+        easydist.set_seed(5, device_specific=True)
     assert draw() == draw_after(5 + rank)
 
 
