@@ -114,6 +114,18 @@ MISTAKES = {
         lambda: easydist.gather(DATA, dim="0"),
         TypeError("dim='0' is not a dimension: pass an integer"),
     ),
+    "a dimension of unpad as text": (
+        lambda: easydist.unpad(torch.ones(2), torch.ones(1), dim="0"),
+        TypeError("dim='0' is not a dimension: pass an integer"),
+    ),
+    "a dimension of concatenate as text": (
+        lambda: easydist.concatenate([DATA, DATA], dim="0"),
+        TypeError("dim='0' is not a dimension: pass an integer"),
+    ),
+    "two dimensions": (
+        lambda: easydist.gather(DATA, dim=[0, 1]),
+        TypeError("dim=[0, 1] is not a dimension: pass an integer"),
+    ),
     "a negative timeout": (lambda: easydist.gather(DATA, timeout=-1), ValueError("gather: timeout=-1 is not positive")),
     "a timeout as text": (
         lambda: easydist.gather(DATA, timeout="5"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from operator import index
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,14 +54,15 @@ def hiding(*names: str, **defaults: Any) -> Callable[[F], F]:
     return decorate
 
 
-def demand_dimension(dim: Any) -> None:
-    """Check that an argument can be a dimension.
+def dimension(dim: Any) -> int:
+    """Return a dimension as an integer.
 
     Raises:
         TypeError: It is not an integer.
     """
     if not hasattr(dim, "__index__"):
         raise TypeError(f"dim={dim!r} is not a dimension: pass an integer")
+    return index(dim)
 
 
 def either(operation: str, name: str, value: Any, other_name: str, other: Any, default: Any = UNSET) -> Any:

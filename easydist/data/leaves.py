@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from easydist import tree
-from easydist.base.arguments import demand_dimension
 from easydist.base.torch_private import foreach_copy, is_zerotensor
 from easydist.data.aliasing import aliases, are_disjoint, overlap, overlaps_itself, separate
 from easydist.data.arithmetic import fingerprint
@@ -228,11 +227,9 @@ class Layout:
         """Return ``dim`` as a non-negative index into each shape, and the fingerprint without the sizes along it.
 
         Raises:
-            TypeError: ``dim`` is not an integer.
             ValueError: A leaf has no such dimension.
         """
         if dim not in self._free:
-            demand_dimension(dim)
             for path, shape in zip(self.paths, self.shapes, strict=True):
                 if not -len(shape) <= dim < len(shape):
                     raise ValueError(f"{path or 'the tensor'} of shape {tuple(shape)} has no dim {dim}")

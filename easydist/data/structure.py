@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from easydist import tree
-from easydist.base.arguments import UNSET, either, hiding
+from easydist.base.arguments import UNSET, dimension, either, hiding
 from easydist.data.backing import readable
 from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
 from easydist.errors import ShapeError
@@ -335,13 +335,14 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
         ShapeError: The shapes of a leaf do not fit along ``dim``. It is a ``ValueError`` and, as with ``torch.cat``, a
             ``RuntimeError``.
         TypeError: ``data`` is a single tree, such as a tensor or a dict, instead of a list of trees; or values other
-            than tensors and arrays differ between items; or an array is masked.
+            than tensors and arrays differ between items; or an array is masked; or ``dim`` is not an integer.
 
     Example:
         >>> concatenate([{"x": torch.tensor([1])}, {"x": torch.tensor([2, 3])}])
         {'x': tensor([1, 2, 3])}
     """
     _check_series(data)
+    dim = dimension(dim)
     if not data:
         raise ValueError("concatenate needs at least one item")
     flat = [tree.flatten(item, lambda value: not tree.is_container(value)) for item in data]
@@ -407,7 +408,7 @@ def pad_input_tensors(tensor: T, batch_size: int, num_processes: int, dim: int =
         >>> pad_input_tensors(torch.ones(3, 4), 3, 2).shape
         torch.Size([4, 4])
     """
-    missing = -batch_size % num_processes
+    missing, dim = -batch_size % num_processes, dimension(dim)
 
     def pad(value: torch.Tensor) -> torch.Tensor:
         shape = list(value.shape)

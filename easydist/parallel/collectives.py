@@ -13,6 +13,7 @@ from easydist import memory
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb
+from easydist.base.arguments import dimension
 from easydist.data.arithmetic import split_sizes
 from easydist.data.leaves import unwritable
 from easydist.errors import DisagreementError
@@ -123,7 +124,8 @@ class ReduceScatter(_Sum):
 
     def prepare(self, comms: Communicators) -> Call:
         given = None if self._given is None else [*map(index, self._given)]
-        call = self._call(comms, {"dim": index(self._dim), "sizes": given})
+        self._dim = dimension(self._dim)
+        call = self._call(comms, {"dim": self._dim, "sizes": given})
         length = self._length()
         self._sizes = split_sizes(length, comms.size) if given is None else given
         fits = len(self._sizes) == comms.size and sum(self._sizes) == length and min(self._sizes) >= 0

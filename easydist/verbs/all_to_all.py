@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
 
 import torch
 
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
+from easydist.base.arguments import dimension
 from easydist.base.eager import eager
 from easydist.data import packing
 from easydist.data.arithmetic import split_bounds
@@ -94,9 +94,10 @@ class _AllToAll(TreeVerb):
         self._tensor, self._dim, self.gradient = tensor, dim, gradient
 
     def prepare(self, comms: Communicators) -> Call:
+        self._dim = dimension(self._dim)
         leaves = leaves_of(self._tensor, "all_to_all")
         dims_of(leaves, self._dim, "all_to_all")
-        call = Call({"dim": index(self._dim)}, leaves, self._dim, advice=pad_first(self._dim))
+        call = Call({"dim": self._dim}, leaves, self._dim, advice=pad_first(self._dim))
         return call if self.gradient is None else self.gradient.ask(call, leaves, comms)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> _Moved:

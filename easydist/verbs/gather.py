@@ -13,6 +13,7 @@ from easydist import tree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
+from easydist.base.arguments import dimension
 from easydist.base.eager import eager
 from easydist.data import packing
 from easydist.data.leaves import Indexed, Leaves, as_array, as_value
@@ -196,12 +197,13 @@ class Gather(TreeVerb):
 
     def prepare(self, comms: Communicators) -> Call:
         check_rank(comms, "dst", self._dst)
+        self._dim = dimension(self._dim)
         if self.gradient is not None:
             demand_everyone(self.operation, self._dst)
         leaves = leaves_of(self._tensor, self.operation, vectors=True, spec=self._spec)
         dims_of(leaves, self._dim, self.operation)
         arguments: dict[str, Any] = {"dst": self._dst if self._dst is None else index(self._dst)}
-        arguments |= {"dim": index(self._dim)} | ({"as_list": True} if self._as_list else {})
+        arguments |= {"dim": self._dim} | ({"as_list": True} if self._as_list else {})
         nbytes, payload = leaves.layout.packing.nbytes, small_payload(comms, leaves)
         call = Call(arguments, leaves, self._dim, nbytes, payload, advice=pad_first(self._dim))
         return call if self.gradient is None else self.gradient.ask(call, leaves, comms)

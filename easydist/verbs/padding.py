@@ -8,7 +8,6 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from easydist import tree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
-from easydist.base.arguments import demand_dimension
+from easydist.base.arguments import dimension
 from easydist.base.eager import eager
 from easydist.data.backing import backed
 from easydist.data.leaves import Leaves, as_array
@@ -94,7 +93,7 @@ class _PadAcrossProcesses(TreeVerb):
         self._reveal: Callable[[Tree], Tree] = _identity
 
     def prepare(self, comms: Communicators) -> Call:
-        demand_dimension(self._dim)
+        self._dim = dimension(self._dim)
         leaves, self._reveal = _leaves_of(self._tensor, self._dim)
         asked = _number(self._pad_index)
         if not isinstance(asked, int | float | np.number | np.bool_):
@@ -102,7 +101,7 @@ class _PadAcrossProcesses(TreeVerb):
         number = int(asked) if float(asked).is_integer() else float(asked)
         self._filling = number or float(asked)  # for a zero, the float, which may be -0.0
         _check_filling(leaves, self._filling, self._pad_index)
-        arguments = {"dim": index(self._dim), "pad_index": number, "pad_first": bool(self._pad_first)}
+        arguments = {"dim": self._dim, "pad_index": number, "pad_first": bool(self._pad_first)}
         return Call(arguments, leaves, self._dim, advice=f"Only dim {self._dim} may differ between ranks.")
 
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
@@ -235,9 +234,11 @@ def unpad(tensor: T, like: Tree, dim: int = 0, pad_first: bool = False) -> T:
     Raises:
         ValueError: ``like`` has other leaves; or a leaf is shorter than its size in ``like``, or has no dimension
             ``dim``.
+        TypeError: ``dim`` is not an integer.
 
     Cost: no exchange.
     """
+    dim = dimension(dim)
     values, spec = tree.flatten(tensor, lambda value: isinstance(value, torch.Tensor | np.ndarray))
     sizes = [int(like)] * len(values) if isinstance(like, int | np.integer) else _sizes(like, dim, spec.paths)
     cut: T = spec.rebuild(

@@ -11,7 +11,7 @@ import torch
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
-from easydist.base.arguments import UNSET, hiding
+from easydist.base.arguments import UNSET, dimension, hiding
 from easydist.base.eager import eager
 from easydist.data import packing
 from easydist.data.arithmetic import split_sizes
@@ -116,12 +116,13 @@ class _Scatter(Verb[Tree]):
 
     def prepare(self, comms: Communicators) -> Call:
         check_rank(comms, "from_process", self._source)
+        self._dim = dimension(self._dim)
         is_source = comms.rank == self._source
         leaves = leaves_of(self._tensor, "scatter") if is_source else Leaves(None)
         if is_source:
             demand_data(leaves, "scatter")
         dims_of(leaves, self._dim, "scatter")
-        arguments = {"from_process": index(self._source), "dim": index(self._dim)}
+        arguments = {"from_process": index(self._source), "dim": self._dim}
         call = Call(arguments, leaves, self._dim, absent=not is_source)
         if self._gradient is not None:
             self._gradient.ask(call, leaves, comms)
