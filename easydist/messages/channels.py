@@ -179,8 +179,13 @@ class _OfMemory(_OfGloo):
         self._mailbox = mailbox
 
     def post(self, frame: torch.Tensor) -> tuple[list[Part], Answer | None]:
-        number, is_there = self._mailbox.post(frame)
-        answer = Answer(partial(self._answer_to, number), has_come=partial(self._mailbox.has_answer, number))
+        box = self._mailbox
+        number, is_there = box.post(frame)
+        answer = Answer(
+            partial(self._answer_to, number),
+            has_come=partial(box.has_answer, number),
+            is_known=lambda: not box.unknown_refusals(),
+        )
         return [] if is_there else self._send(frame), answer
 
     def ask(self, frame: torch.Tensor, crossed: Crossed) -> Message | None:

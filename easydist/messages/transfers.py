@@ -49,6 +49,7 @@ class Answer:
         read: Returns the answer, after waiting for it if necessary; None if the message is accepted.
         parts: Parts that must arrive before the answer can be read.
         has_come: True if ``read`` would not wait once the parts have arrived.
+        is_known: True if ``read`` then needs no connection any more.
     """
 
     def __init__(
@@ -56,9 +57,11 @@ class Answer:
         read: Callable[[], Message | None],
         parts: Sequence[Part] = (),
         has_come: Callable[[], bool] = lambda: True,
+        is_known: Callable[[], bool] = lambda: True,
     ) -> None:
         self.parts, self._read = parts, read
         self.has_come: Callable[[], bool] = has_come
+        self.is_known: Callable[[], bool] = is_known
 
     def check(self) -> None:
         """Wait for the answer.
@@ -169,7 +172,9 @@ class Transfer:
         self._is_done, self._answer = True, None
 
     def _demand_connection(self) -> None:
-        if self._comms.monitor.phase != self._phase and not self._has_arrived():
+        if self._comms.monitor.phase == self._phase:
+            return
+        if not self._has_arrived() or not (self._answer is None or self._answer.is_known()):
             raise RemoteError(
                 f"{self._operation}: the message to or from rank {self._peer} was under way when the ranks had to "
                 "reconnect; send it again"

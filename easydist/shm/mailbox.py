@@ -174,7 +174,8 @@ class Mailbox:
         Returns:
             True if it has answered.
         """
-        self._wait("answered", lambda: self.has_answer(number) or (or_asked and self._is_asked_instead_of(number)))
+        if not self.has_answer(number):  # else it may be that the streams have ended meanwhile
+            self._wait("answered", lambda: self.has_answer(number) or (or_asked and self._is_asked_instead_of(number)))
         return self.has_answer(number)
 
     def _is_asked_instead_of(self, number: int) -> bool:

@@ -69,9 +69,24 @@ MUTANTS = [
     Mutant(
         "messages/transfers.py",
         "Transfer._demand_connection",
-        " and not self._has_arrived()",
+        "not self._has_arrived() or ",
+        "True or ",
+        "tests/parallel/test_handles.py::test_a_message_that_had_arrived_before_the_ranks_connected_again_has_arrived",
+    ),
+    Mutant(
+        "messages/transfers.py",
+        "Transfer._demand_connection",
+        " or not (self._answer is None or self._answer.is_known())",
         "",
-        "tests/parallel/test_handles.py::test_a_handle_from_before_the_ranks_connected_again_says_so",
+        "tests/parallel/test_handles.py::"
+        "test_a_refusal_that_nobody_read_before_the_ranks_connected_again_is_not_waited_for",
+    ),
+    Mutant(
+        "shm/mailbox.py",
+        "Mailbox.wait_for_answer",
+        "if not self.has_answer(number):",
+        "if True:",
+        "tests/parallel/test_handles.py::test_a_message_that_had_arrived_before_the_ranks_connected_again_has_arrived",
     ),
     Mutant(
         "messages/pair.py",

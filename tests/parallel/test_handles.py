@@ -19,6 +19,16 @@ from easydist.testing import distributed
 LARGE = 70_000
 
 
+def connect_again(rank, group):
+    """Let a call fail, and the next one work."""
+    for late in (0, 1):  # rank 1 comes when rank 0 has given up
+        if rank == late:
+            with pytest.raises(easydist.CollectiveTimeout):
+                easydist.gather(torch.ones(1), group=group, timeout=0.05 if rank == 0 else None)
+        of_all(None)
+    assert group.all_gather(torch.tensor([rank])).tolist() == [0, 1]
+
+
 @distributed(world_size=2)
 def test_handles_are_waited_for_twice_or_dropped(rank):
     with made(rank, 2) as group:
@@ -51,12 +61,7 @@ def test_handles_are_waited_for_twice_or_dropped(rank):
 def test_a_handle_from_before_the_ranks_connected_again_says_so(rank):
     with made(rank, 2) as group:
         handles = [group.isend_tensor_dict({"x": torch.ones(n)})[0] for n in (3, LARGE)] if rank == 0 else []
-        for late in (0, 1):  # rank 1 comes when rank 0 has given up
-            if rank == late:
-                with pytest.raises(easydist.CollectiveTimeout):
-                    easydist.gather(torch.ones(1), group=group, timeout=0.05 if rank == 0 else None)
-            of_all(None)
-        assert group.all_gather(torch.tensor([rank])).tolist() == [0, 1]
+        connect_again(rank, group)
         for handle in handles * 2:
             with pytest.raises(
                 easydist.RemoteError, match="isend_tensor_dict: the message to or from rank 1 was under"
@@ -66,6 +71,45 @@ def test_a_handle_from_before_the_ranks_connected_again_says_so(rank):
             group.send_tensor_dict({"x": "again"})
         else:
             assert group.recv_tensor_dict() == {"x": "again"}
+
+
+@distributed(world_size=2)
+def test_a_message_that_had_arrived_before_the_ranks_connected_again_has_arrived(rank):
+    with made(rank, 2) as group:
+        if rank == 0:
+            (handle,) = group.isend_tensor_dict({"x": torch.ones(LARGE)})
+            group.send_tensor_dict({"x": torch.ones(3)})
+        else:
+            tree, (handle,), _ = group.irecv_tensor_dict()
+            assert group.recv_tensor_dict()["x"].tolist() == [1, 1, 1]
+        while not handle.is_completed():
+            pass
+        of_all(None)
+        connect_again(rank, group)
+        handle.wait()
+        if rank == 1:
+            assert tree["x"].sum() == LARGE
+
+
+@distributed(world_size=2, timeout=launching.within(20))
+def test_a_refusal_that_nobody_read_before_the_ranks_connected_again_is_not_waited_for(rank):
+    """Its text went with the connection, unless it came by gloo."""
+    with made(rank, 2) as group:
+        if rank == 0:
+            (handle,) = group.isend_tensor_dict({"x": torch.ones(3)})
+        else:
+            with pytest.raises(DisagreementError):
+                group.recv_object(0)
+        of_all(None)
+        connect_again(rank, group)
+        if rank == 0:
+            with pytest.raises(
+                (easydist.RemoteError, DisagreementError), match=r"was under way when|called recv_object"
+            ):
+                handle.wait()
+            group.send_object("next", 1)
+        else:
+            assert group.recv_object(0) == "next"
 
 
 @distributed(world_size=2)
