@@ -305,7 +305,8 @@ class Monitor(GroupStatus):
 
     def failed(self, error: Exception, wait: int | None = None) -> None:
         """Leave a call before its end because of an error of this rank; do nothing if the wait has ended."""
-        self.give_up(self._own(texts.failed(self.operation, self.rank, error, self.advice.failed)), wait=wait)
+        with interrupts_deferred():
+            self.give_up(self._own(texts.failed(self.operation, self.rank, error, self.advice.failed)), wait=wait)
 
     def recovers(self) -> None:
         """Leave the group for good, in order to recover it: ranks that wait in it hear of that, and come, too."""

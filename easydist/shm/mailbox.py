@@ -174,7 +174,7 @@ class Mailbox:
         Returns:
             True if it has answered.
         """
-        if not self.has_answer(number):  # else it may be that the streams have ended meanwhile
+        if not self.has_answer(number):  # the streams may have ended since it came
             self._wait("answered", lambda: self.has_answer(number) or (or_asked and self._is_asked_instead_of(number)))
         return self.has_answer(number)
 

@@ -48,6 +48,11 @@ class LocalShard(_Shard):
             raise TypeError(f"LocalShard: tensor has to be a tensor, got {type(part).__name__}")
         return super().__new__(cls, part, _integers("start", start), _integers("shape", shape))
 
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> LocalShard:  # type: ignore[override]
+        """Return a part with these fields, checked: ``_replace`` calls this."""
+        return cls(*iterable)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the part."""

@@ -18,6 +18,7 @@ from easydist.liveness.monitor import Monitor
 from easydist.liveness.watchdog import watchdog
 from easydist.shm import streams
 from easydist.testing import distributed
+from easydist.verbs.gather import Gather
 
 LONG = launching.within(10)
 """Seconds that a call may take; none of these tests waits for its end."""
@@ -142,6 +143,34 @@ def test_ctrl_c_waits_until_the_others_know_that_a_rank_leaves_a_call(rank, back
             with pytest.raises(TOLD[ends_by][0], match=TOLD[ends_by][1]):
                 easydist.gather(torch.ones(100_000), group=group, timeout=LONG)
         check_works(group, backend)
+
+
+@pytest.mark.slow
+@BACKENDS
+@distributed(world_size=3)
+def test_ctrl_c_waits_until_the_others_know_that_a_rank_failed_in_a_call(rank, backend):
+    own = Monitor._own
+
+    def struck(monitor, text):
+        error = own(monitor, text)
+        signal.raise_signal(signal.SIGINT)
+        return error
+
+    with made(backend) as group, pytest.MonkeyPatch.context() as patch:
+        check_works(group, backend)
+        if rank == 0:
+            patch.setattr(Gather, "exchange", fail)
+            patch.setattr(Monitor, "_own", struck)
+        with pytest.raises(
+            KeyboardInterrupt if rank == 0 else RemoteError, match=None if rank == 0 else "rank 0 failed"
+        ):
+            easydist.gather(torch.ones(100_000), group=group, timeout=LONG)
+        patch.undo()
+        check_works(group, backend)
+
+
+def fail(*_):
+    raise ZeroDivisionError
 
 
 @pytest.mark.slow

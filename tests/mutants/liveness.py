@@ -5,6 +5,13 @@ from mutants.planting import Mutant
 MUTANTS = [
     Mutant(
         "liveness/monitor.py",
+        "Monitor.failed",
+        "with interrupts_deferred():",
+        "if True:",
+        "tests/groups/test_in_step.py::test_ctrl_c_waits_until_the_others_know_that_a_rank_failed_in_a_call",
+    ),
+    Mutant(
+        "liveness/monitor.py",
         "Monitor.give_up",
         "with interrupts_deferred(), self._lock:",
         "with self._lock:",

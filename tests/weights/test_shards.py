@@ -197,3 +197,11 @@ def test_a_rank_without_rows_of_tied_parameters_agrees(rank, empty_rank):
         else WeightPublisher(dict(reversed(shards.items())) if rank else shards, src=[0, 1])
     )
     assert (member.receive() if rank == 2 else member.publish()) == 1
+
+
+def test_fields_that_are_replaced_are_checked_as_new_ones():
+    shard = LocalShard(torch.ones(2, 2), (0, 0), (4, 2))._replace(start=[np.int64(2), 0])
+    assert isinstance(shard, LocalShard)
+    assert shard[1:] == ((2, 0), (4, 2))
+    with pytest.raises(TypeError, match=r"^LocalShard: start has to be one integer for each dimension, got '12'$"):
+        shard._replace(start="12")
