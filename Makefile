@@ -40,11 +40,11 @@ slurm: $(VENV)/.test ## run the tests on a SLURM cluster of this machine, as roo
 	$(BIN)/python -m pytest tests/slurm $(ARGS)
 
 stress: $(VENV)/.test ## all cases of batteries, and many more random calls, messages and trees; STRESS=100000 calls
-	EASYDIST_STRESS=1200 $(PYTEST) -m "not stress" $(ARGS)
-	EASYDIST_STRESS=$(STRESS) $(PYTEST) -m stress $(ARGS)
+	EASYDIST_STRESS=1200 $(PYTEST) --timeout 0 -m "not stress" $(ARGS)
+	EASYDIST_STRESS=$(STRESS) $(PYTEST) --timeout 0 -m stress $(ARGS)
 
 torch-tests: $(VENV)/.test ## torch's own tests of process groups, on gloo and on easydist_shm; minutes
-	EASYDIST_STRESS=$(STRESS) $(BIN)/python -m pytest -rP -m stress tests/torch_backend/test_torch_battery.py $(ARGS)
+	EASYDIST_STRESS=$(STRESS) $(BIN)/python -m pytest --timeout 0 -rP -m stress tests/torch_backend/test_torch_battery.py $(ARGS)
 
 mutants: $(VENV)/.test ## plant faults, and see whether the tests notice them; ARGS="data verbs" for some rooms
 	PYTHONPATH=tests $(BIN)/python -m mutants.planting $(ARGS)

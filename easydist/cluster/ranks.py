@@ -14,6 +14,7 @@ from easydist.cluster.signals import interrupt
 from easydist.cluster.worker import RankActor
 from easydist.cluster.world import Outcome, tell_of_loss, variables
 from easydist.errors import PeerLostError
+from easydist.liveness.watchdog import interrupts_deferred
 from easydist.typing import Timeout
 
 _STOPS_WITHIN = 4.0
@@ -184,9 +185,10 @@ class Ranks:
         if self._needs_meeting:
             self._meet(time.monotonic() + self._actors.limit)
         sent = ray.put(message)
-        self._busy = {actor.call.remote(sent): rank for rank, actor in self._actors.items()}
         answers: dict[int, Outcome | PeerLostError] = {}
         try:
+            with interrupts_deferred():  # a call that no reference is known of could not be interrupted
+                self._busy = {actor.call.remote(sent): rank for rank, actor in self._actors.items()}
             for rank, answer in self._actors.answers(self._busy, lambda: self._look(answers)):
                 answers[rank] = self._outcome(rank, answer)
         except BaseException:

@@ -214,10 +214,10 @@ def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout:
     import ray
 
     limit, size, key = seconds(timeout, "create_group"), len(actors), f"easydist/created/{secrets.token_hex(8)}"
-    _put(key + _WANTED, "")
-    refs = [actor.__ray_call__.remote(_join, size, rank, group_name, limit, key) for rank, actor in enumerate(actors)]
-    waiting, deadline = list(refs), time.monotonic() + limit
+    own, deadline = (group_name, limit, key), time.monotonic() + limit
     try:
+        _put(key + _WANTED, "")
+        waiting = refs = [actor.__ray_call__.remote(_join, size, rank, *own) for rank, actor in enumerate(actors)]
         while waiting:
             done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not done:

@@ -256,6 +256,22 @@ def test_ctrl_c_interrupts_all_ranks(ranks, tmp_path):
     assert ranks.run(gathered) == [[0, 1, 2]] * 3
 
 
+def test_ctrl_c_while_the_calls_are_sent_interrupts_all_ranks(ranks, tmp_path, monkeypatch):
+    before, actors = ranks.run(kept), dict(ranks._actors.items())
+
+    def pressed():
+        yield from actors.items()
+        (tmp_path / "begun").read_text()  # the last call has begun before the driver knows of it
+        signal.raise_signal(signal.SIGINT)
+
+    os.mkfifo(tmp_path / "begun")
+    monkeypatch.setattr(ranks._actors, "items", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run(never_comes, 2, tmp_path / "begun")
+    monkeypatch.undo()
+    assert ranks.run(kept) == before
+
+
 def ignores(begun):
     if rank() == 2:
         begun.write_text("")
