@@ -19,6 +19,7 @@ CASES += [
     (3, "gloo", "first"),
     (3, "easydist_shm", "first"),
     (3, "011", "local"),
+    (3, "011", "local_killed"),
     (2, "easydist_shm", "long"),
     (2, "shm", "long"),
     (4, "0011", "second"),
@@ -86,6 +87,15 @@ def test_a_process_that_is_killed_in_a_long_body_is_lost(size, backend, scenario
     rows, statuses, _ = rows_of(size, backend, scenario)
     assert statuses[0] == -9
     assert [rows[rank]["type"] for rank in range(1, size)] == ["PeerLostError"] * (size - 1)
+
+
+@pytest.mark.slow
+@cases("local_killed")
+def test_a_process_that_the_others_have_not_met_is_lost_in_its_body_too(size, backend, scenario):
+    rows, statuses, _ = rows_of(size, backend, scenario)
+    assert statuses == [0, -9, 0]
+    assert [rows[rank]["type"] for rank in (0, 2)] == ["PeerLostError"] * 2
+    assert "main_process_first: rank 1 is lost: " in rows[0]["text"]
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def body(scenario: str, pipe: tuple[int, int], other: dist.ProcessGroup) -> None
     wait_for(pipe)
     if scenario == "raises":
         raise ValueError("no space")
-    if scenario == "killed":
+    if scenario in ("killed", "local_killed"):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -60,10 +60,10 @@ def work(case: str, rank: int, size: int, pipe: tuple[int, int]) -> None:
     state = ProcessState(backend="easydist_shm" if backend == "easydist_shm" else None, timeout=LIMIT)
     heard = Heard(pipe[1], 1)  # which ends the body of the others
     logging.getLogger("easydist").addHandler(heard)
-    group = None if scenario in ("first", "local") else state.process_group
+    group = None if scenario in ("first", "local", "local_killed") else state.process_group
     other = dist.new_group(timeout=timedelta(seconds=DEADLINE)) if scenario == "calls" else group
-    slow = {"second": size - 1, "stops": size - 1, "local": 1}.get(scenario, 0)
-    first = state.local_main_process_first if scenario == "local" else state.main_process_first
+    slow = {"second": size - 1, "stops": size - 1, "local": 1, "local_killed": 1}.get(scenario, 0)
+    first = state.local_main_process_first if scenario.startswith("local") else state.main_process_first
     row: dict[str, object] = {"case": case, "rank": rank, "type": None, "text": "", "ran": False}
     try:
         with first(timeout=0.7 if scenario == "timeout" else None):
