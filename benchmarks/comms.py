@@ -4,7 +4,8 @@ python benchmarks/comms.py [--ranks 2 4] [--seconds 0.3] [--sizes 16 1048576]
 
 For each operation and size it prints the shortest time of nine rounds in µs: over gloo, over shared memory, and of a
 direct call of ProcessGroupGloo; then the extra time of gloo over the direct call; and the ratio by which shared memory
-is faster. The first lines show the cost of a call besides the exchange, on a communicator of a single rank.
+is faster. The first lines show the cost of a call besides the exchange, on a communicator of a single rank. Below each
+table are the bounds, and whether they hold.
 """
 
 from __future__ import annotations
@@ -18,12 +19,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from bounds import Bound, show
 
 from easydist.cli.measure import agreed, timed
 from easydist.comms import ReduceOp, Solo, TorchComm, new_comm
 from easydist.testing import Pool
 
 SUM = ReduceOp.SUM
+SMALL = 1 << 10
+"""The bytes up to which an operation is limited by the calls, not by the copies."""
+
+PAIR = "send and recv"
+"""The row with two operations."""
 
 
 class Work(NamedTuple):
@@ -66,7 +73,7 @@ def table(size: int, nbytes: int) -> Iterator[Work]:
             call()
 
     yield Work(
-        "send and recv",
+        PAIR,
         lambda c: ping(lambda: c.send(data, peer, False), lambda: c.recv(data, peer, False)),
         lambda g: ping(lambda: g.send([data], peer, 0).wait(), lambda: g.recv([data], peer, 0).wait()),
     )
@@ -98,6 +105,14 @@ def calls() -> None:
         print(f"one all_reduce of a single rank, {name}: {seconds * 1e6:.1f} µs (best of 9 rounds)")
 
 
+def bounds(name: str, nbytes: int, gloo: float, shm: float, direct: float) -> Iterator[Bound]:
+    """Yield the bounds of a row, from the times in µs."""
+    yield Bound(f"{name} {nbytes} B, shm: times faster than direct", direct / shm, 10 if nbytes <= SMALL else 1)
+    if nbytes <= SMALL:
+        more = (gloo - direct) / (2 if name == PAIR else 1)
+        yield Bound(f"{name} {nbytes} B, gloo: µs an operation more than direct", more, 10, is_least=False)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -110,10 +125,13 @@ def main() -> None:
         for world_size in options.ranks:
             print(f"\n{world_size} ranks, {os.cpu_count()} cores; the best of nine rounds in µs")
             print(f"{'':24}{'gloo':>9}{'shm':>9}{'direct':>9}{'gloo more':>11}{'direct/shm':>12}")
+            found: list[Bound] = []
             for name, nbytes, rounds in pool.run(measure, world_size, options.sizes, options.seconds)[0]:
                 gloo, shm, direct = (min(column) * 1e6 for column in zip(*rounds, strict=True))
                 row = f"{gloo:9.1f}{shm:9.1f}{direct:9.1f}{gloo - direct:11.1f}{direct / shm:12.1f}"
                 print(f"{name + f' {nbytes} B':24}{row}")
+                found += bounds(name, nbytes, gloo, shm, direct)
+            show(found)
 
 
 if __name__ == "__main__":

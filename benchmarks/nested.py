@@ -3,8 +3,9 @@
 python benchmarks/nested.py [--ranks 2 4] [--seconds 0.5] [--only TEXT]
 
 For each piece of work it prints the median time of both, and the peer's time over easydist's: median, min and max of
-the rounds, and below the table the bounds and whether they hold. The peer is accelerate on gloo, gloo itself, the
-copies in memory that the work needs at least, or easydist with more leaves. EASYDIST_SHM=0 measures easydist on gloo.
+the rounds, and below the table the bounds and whether they hold. The peer is accelerate on gloo, gloo itself,
+safetensors, the copies in memory that the work needs at least, or easydist with more leaves. EASYDIST_SHM=0 measures
+easydist on gloo.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import tempfile
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from bounds import Bound, show
+from safetensors.torch import load_file
 
 import easydist
 from easydist.cli.measure import BenchRow, Work, beside_accelerate, measured, trees
@@ -44,6 +47,8 @@ def primitives(world_size: int) -> Iterator[Work]:
         "gloo",
     )
     tree, target = trees(0)["16 x 1 MB"], torch.empty_like(large)
+    middle, whole = [torch.ones(1 << 14) for _ in range(1000)], torch.ones(1000 << 14)
+    room = torch.empty_like(whole)
     ten, thousand = trees(0)["10 small leaves"], trees(0)["1000 small leaves"]
     yield Work(
         "gather 10 small leaves, beside 1000", lambda: easydist.gather(ten), lambda: easydist.gather(thousand), "itself"
@@ -54,21 +59,37 @@ def primitives(world_size: int) -> Iterator[Work]:
         lambda: [target.copy_(large) for _ in range(world_size + 1)],
         "memcpy",
     )
+    yield Work(
+        f"gather 1000 x 64 KB, {world_size + 1} copies of 64 MB",
+        lambda: easydist.gather(middle),
+        lambda: [room.copy_(whole) for _ in range(world_size + 1)],
+        "memcpy",
+    )
+    yield Work("reduce 1000 x 64 KB", lambda: easydist.reduce(middle), lambda: dist.all_reduce(whole), "gloo")
+
+
+def files(folder: str) -> Iterator[Work]:
+    """Yield the reading of a file beside safetensors."""
+    path = os.path.join(folder, "small.safetensors")
+    easydist.save({f"layer.{i}": torch.full((16,), float(i)) for i in range(10_000)}, path)
+    yield Work("load 10 000 small tensors", lambda: easydist.load(path), lambda: load_file(path), "safetensors")
 
 
 def measure(rank: int, world_size: int, seconds: float, only: str) -> list[BenchRow]:
     """Return the times of (ours, theirs) in several rounds, on this rank."""
+    with tempfile.TemporaryDirectory() as folder:
 
-    def works() -> list[Work]:
-        return [*beside_accelerate(rank), *primitives(world_size)]
+        def works() -> list[Work]:
+            return [*beside_accelerate(rank), *primitives(world_size), *files(folder)]
 
-    return measured(rank, world_size, seconds, only, works)
+        return measured(rank, world_size, seconds, only, works)
 
 
 LEAST = {
     "pad + gather 2 ragged leaves": {2: 15.0, 4: 60.0},
     "broadcast 16 x 1 MB": {4: 6.0},
     "reduce 16 x 1 MB": {4: 8.0},
+    "load 10 000 small tensors": dict.fromkeys((2, 4), 0.83),
 }
 """The least ratio to the peer's time, by work and number of ranks. Elsewhere no peer may be faster."""
 

@@ -4,7 +4,7 @@ python benchmarks/shm.py [--ranks 2 4] [--seconds 0.5] [--slot 2097152]
 
 For each piece of work it prints the median time of the shared-memory backend, of easydist's gloo backend and of
 torch.distributed, and gloo's times over shared memory's: median, min and max of the rounds. The last line is one copy
-of 16 MB, the least work that each of them must do.
+of 16 MB, the least work that each of them must do. Below the table are the bounds: nothing is slower than over gloo.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from bounds import Bound, show
 
 from easydist.cli.measure import agreed, timed
 from easydist.comms import Backend, ReduceOp, over
@@ -126,6 +127,15 @@ def report(world_size: int, rows: list[tuple[str, list[list[float]]]]) -> None:
         ratios = [[one[other] / one[0] for one in rounds] for other in range(1, len(rounds[0]))]
         spreads = [f"{statistics.median(r):.1f} ({min(r):.1f} to {max(r):.1f})" for r in ratios]
         print(f"{name:24}{''.join(times):27}   {''.join(f'{spread:24}' for spread in spreads)}".rstrip())
+    show(bounds(rows))
+
+
+def bounds(rows: list[tuple[str, list[list[float]]]]) -> Iterator[Bound]:
+    """Yield for each row the ratio to the faster one of the others."""
+    for name, rounds in rows:
+        ours, *others = (statistics.median(column) for column in zip(*rounds, strict=True))
+        if others:
+            yield Bound(f"{name}: times faster than over gloo", min(others) / ours, 1)
 
 
 def main() -> None:
