@@ -36,6 +36,9 @@ from easydist.transport.reduce_op import ReduceOp, combine_into
 from easydist.transport.work import Begun
 
 _NOTHING: About = (None, None, None)
+
+_UNEVEN = frozenset(["all_gather", "all_to_all_single"])
+"""The operations of torch whose sizes may differ between ranks; a communicator has others for that."""
 _NO_LIMIT = timedelta(0)
 _MOST_HELD = 100
 """The most works without a waiter that stay alive although nothing in Python refers to them; see ``GroupWork``."""
@@ -407,7 +410,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             raise
         self._under_way.append(None)
         try:
-            self._backend.call = described(operation, *about)
+            self._backend.call = described(operation, *about, sizes_differ=operation in _UNEVEN)
             with event(operation):
                 works = start()
         except BaseException as error:

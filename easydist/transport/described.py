@@ -72,7 +72,11 @@ MESSAGE: Described = (0, 0)
 
 
 def described(
-    name: str, tensor: torch.Tensor | None = None, root: int | None = None, op: ReduceOp | None = None
+    name: str,
+    tensor: torch.Tensor | None = None,
+    root: int | None = None,
+    op: ReduceOp | None = None,
+    sizes_differ: bool = False,
 ) -> Described:
     """Return the description of a call.
 
@@ -81,8 +85,9 @@ def described(
         tensor: The tensor whose dtype and number of elements describe the data; None if there is no data.
         root: The root.
         op: The reduction.
+        sizes_differ: True if the number of elements may differ between ranks, whatever the name.
     """
-    code = _NAME_CODES[name]
+    code = _NAME_CODES[name] & ~EQUAL if sizes_differ else _NAME_CODES[name]
     if root is not None:
         code |= root + 1 << _ROOT
     if op is not None:

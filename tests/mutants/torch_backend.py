@@ -105,4 +105,11 @@ MUTANTS = [
         "",
         "tests/torch_backend/test_process_group.py::test_a_message_of_any_rank_may_come_until_all_have_left",
     ),
+    Mutant(
+        "torch_backend/group.py",
+        "SharedMemoryGroup._begin",
+        "operation in _UNEVEN",
+        "False",
+        "tests/torch_backend/test_differing_calls.py -k late_one",
+    ),
 ]

@@ -7,6 +7,7 @@ from differing import error_of
 
 from easydist.parallel import GroupCoordinator
 from easydist.process_group import NAME
+from easydist.shm.calls import Calls
 from easydist.testing import distributed
 
 MAX, SUM = dist.ReduceOp.MAX, dist.ReduceOp.SUM
@@ -70,6 +71,47 @@ def test_a_call_with_another_tensor(name, rank, world_size):
 
     for other in OTHERS.values():
         demand_one_error(lambda other=other: differ(other), group)
+
+
+def gathers_unevenly(rank, group, size):
+    parts = [torch.empty(r + 1) for r in range(size)]
+    dist.all_gather(parts, torch.full((rank + 1,), float(rank)), group=group)
+    assert [part.tolist() for part in parts] == [[float(r)] * (r + 1) for r in range(size)]
+
+
+def swaps_unevenly(rank, group, size):
+    """Rank r sends r + s items to rank s."""
+    given, taken = [rank + s for s in range(size)], [r + rank for r in range(size)]
+    output = torch.empty(sum(taken))
+    dist.all_to_all_single(output, torch.full((sum(given),), float(rank)), taken, given, group=group)
+    assert output.tolist() == [float(r) for r in range(size) for _ in range(r + rank)]
+
+
+def sums_sparsely(rank, group, size):
+    own = torch.sparse_coo_tensor([[*range(rank + 1)]], torch.ones(rank + 1), (size,), check_invariants=True)
+    dist.all_reduce(own, group=group)
+    assert own.to_dense().tolist() == [size - place for place in range(size)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [gathers_unevenly, swaps_unevenly, sums_sparsely])
+@distributed(world_size=[3])
+def test_sizes_may_differ_while_ranks_wait_for_a_late_one(call, rank, world_size):
+    """The last rank begins once both others have compared the calls several times."""
+    group, store, looks = dist.new_group(backend=NAME), dist.group.WORLD.get_group_store(), []
+
+    def look(calls, compare=Calls.compare):
+        looks.append(compare(calls))
+        if len(looks) == 3:
+            store.set(f"{call.__name__}/{rank}", "")
+        return looks[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Calls, "compare", look)
+        if rank == world_size - 1:
+            store.wait([f"{call.__name__}/{other}" for other in range(rank)])
+        call(rank, group, world_size)
+    assert {*looks} <= {None}
 
 
 @pytest.mark.slow
