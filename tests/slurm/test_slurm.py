@@ -187,7 +187,7 @@ def test_a_job_that_is_requeued_meets_again(slurm, script, tmp_path):
     until = time.monotonic() + within(60)
     ended = time.time()
     while has_steps(job) or int(time.time()) <= int(ended):  # a node refuses what begins in the second of the end
-        assert time.monotonic() < until
+        assert time.monotonic() < until, slurm.run("scontrol", "show", "job", job).stdout
         time.sleep(0.1)
     while (out := (tmp_path / "out").read_text()).count("[0, 1, 2, 3]") < 8:
         slurm.run("scontrol", "update", f"jobid={job}", "starttime=now")  # it would wait for two minutes
