@@ -2,7 +2,8 @@
 
 A program is a list of operations of two groups, which follows from a seed. Each rank begins them in an order of its
 own (in order within a group), computes, calls verbs, and waits for them in any order, for an operation only once it
-has begun all that come before it in the program. So some order of all operations serves every rank. Replay a seed with
+has begun all that come before it in the program. So some order of all operations serves every rank. Ranks that wait
+compare their calls every few milliseconds, as with a rank that comes late. Replay a seed with
 ``EASYDIST_SEEDS=7 python -m pytest tests/torch_backend/test_random_programs.py``.
 """
 
@@ -22,7 +23,7 @@ from easydist.testing import distributed
 
 SEEDS = [int(seed) for seed in os.environ["EASYDIST_SEEDS"].split(",")] if "EASYDIST_SEEDS" in os.environ else None
 LIMIT = timedelta(seconds=within(20))
-KINDS = ["all_reduce", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all"]
+KINDS = ["all_reduce", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "all_to_all_uneven"]
 KINDS += ["message", "barrier", "verb", "elsewhere"]
 SIZES = [0, 1, 7, 1000, 20_000, 300_000]
 """The numbers of elements: nothing, one step, two, several slots."""
@@ -68,6 +69,11 @@ class Op(NamedTuple):
         if self.kind == "all_to_all":
             whole, output = torch.cat([self.values(rank, part) for part in range(size)]), torch.cat(outputs)
             return dist.all_to_all_single(output, whole, **how), [output]
+        if self.kind == "all_to_all_uneven":  # the more, the further the other rank is
+            given = [self.numel + (rank - b) % size for b in range(size)]
+            taken = [self.numel + (b - rank) % size for b in range(size)]
+            whole, output = torch.arange(sum(given)) % 11 + rank, torch.zeros(sum(taken), dtype=torch.int64)
+            return dist.all_to_all_single(output, whole, taken, given, **how), [output]
         if self.kind == "message" and is_root:
             return dist.isend(mine, group=group, group_dst=self.peer), []
         if self.kind == "message" and rank == self.peer:
@@ -161,7 +167,9 @@ def test_random_programs(rank, world_size):
     groups = [dist.new_group(backend=NAME, timeout=LIMIT) for _ in range(2)]
     gloo = dist.new_group(backend="gloo")
     for seed in SEEDS or range(examples(3)):
-        got = Run(seed, groups, rank, world_size).play()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("easydist.shm.streams._GUARD_EVERY", 0.002)
+            got = Run(seed, groups, rank, world_size).play()
         assert easydist.gather(torch.tensor([seed]), group=groups[seed % 2]).tolist() == [seed] * world_size
         for number, (ours, theirs) in enumerate(zip(got, over_gloo(seed, gloo, rank, world_size), strict=True)):
             for one, other in zip(ours, theirs, strict=True):
