@@ -69,9 +69,8 @@ class Op(NamedTuple):
         if self.kind == "all_to_all":
             whole, output = torch.cat([self.values(rank, part) for part in range(size)]), torch.cat(outputs)
             return dist.all_to_all_single(output, whole, **how), [output]
-        if self.kind == "all_to_all_uneven":  # the more, the further the other rank is
-            given = [self.numel + (rank - b) % size for b in range(size)]
-            taken = [self.numel + (b - rank) % size for b in range(size)]
+        if self.kind == "all_to_all_uneven":  # all parts differ in size, also those of the ranks for themselves
+            given, taken = [[self.numel + a * rank + b * one for one in range(size)] for a, b in ((1, 2), (2, 1))]
             whole, output = torch.arange(sum(given)) % 11 + rank, torch.zeros(sum(taken), dtype=torch.int64)
             return dist.all_to_all_single(output, whole, taken, given, **how), [output]
         if self.kind == "message" and is_root:
