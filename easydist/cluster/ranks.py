@@ -248,7 +248,8 @@ class Ranks:
     def _interrupt(self) -> None:
         """Interrupt the function on the ranks that run it."""
         self._needs_meeting = True
-        interrupt([self._actors.facts[rank] for rank in self._busy.values()])
+        with interrupts_deferred():  # a second Ctrl-C ends the wait for the ranks, not their interruption
+            interrupt([self._actors.facts[rank] for rank in self._busy.values()])
         self._still_busy(_STOPS_WITHIN)
 
     def restart(self, ranks: Collection[int] | None = None) -> None:
