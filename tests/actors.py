@@ -1,6 +1,7 @@
 """Real Ray actors: a cluster of this test process alone, actors without methods, and calls on all of them."""
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -9,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import within
+from launching import free_port, within
 
 import easydist
 
@@ -26,7 +27,10 @@ MARKS = [
 
 @contextlib.contextmanager
 def private_cluster():
-    """Start a private cluster, with files in its own folder and free ports. Yield Ray's ``Cluster``."""
+    """Start a private cluster, with files in its own folder and free ports. Yield Ray's ``Cluster``.
+
+    Its ``client`` is the address for drivers outside of it, if grpcio is installed.
+    """
     import ray
     from ray.cluster_utils import Cluster
 
@@ -48,6 +52,10 @@ def private_cluster():
                 "health_check_failure_threshold": 2,
             }  # so that a killed node is found dead within some seconds
             own = {"num_cpus": 4, "resources": {"first": 100, "rank": 4}, "_system_config": quick}
+            if importlib.util.find_spec("grpc") is not None:
+                patch.setenv("RAY_AUTH_MODE", "disabled")  # its clients look for a token elsewhere
+                own["ray_client_server_port"] = port = free_port()
+                cluster.client = f"ray://{HEAD}:{port}"
             cluster.add_node(node_ip_address=HEAD, **own, **node)
             ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False, _node_ip_address=HEAD)
             yield cluster

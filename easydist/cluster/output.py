@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,15 +21,16 @@ _ARRIVES_WITHIN = 2.0
 
 
 @contextlib.contextmanager
-def printed() -> Iterator[Any]:
-    """Yield the sink of the ranks' output, and print what arrives there, until the end of the block."""
+def printed() -> Iterator[str]:
+    """Yield the name of the sink of the ranks' output, and print what arrives there, until the end of the block."""
     import ray
 
-    sink = ray.remote(num_cpus=0)(_sink()).remote()
+    name = f"easydist-output-{secrets.token_hex(8)}"  # by ray://, handles do not travel in pickled arguments
+    sink = ray.remote(num_cpus=0)(_sink()).options(name=name).remote()
     thread = threading.Thread(target=_print, args=(sink,), name="easydist-output", daemon=True)
     thread.start()
     try:
-        yield sink
+        yield name
     finally:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(sink.put.remote(None), timeout=_ARRIVES_WITHIN)
@@ -67,8 +69,11 @@ def _print(sink: Any) -> None:
 
 
 @contextlib.contextmanager
-def sent(sink: Any, rank: int) -> Iterator[None]:
+def sent(name: str, rank: int) -> Iterator[None]:
     """Send to the sink what this process and its children write during the block; each line begins with the rank."""
+    import ray
+
+    sink = ray.get_actor(name)
     kept = {number: os.dup(number) for number in (1, 2)}
     threads = [
         threading.Thread(target=_send, args=(_pipe_at(number), number, sink, rank), daemon=True) for number in kept

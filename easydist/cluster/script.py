@@ -6,16 +6,15 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from easydist.cluster.output import sent
 
 
-def main(sink: Any, folder: str, is_module: bool, name: str, arguments: Sequence[str]) -> None:
+def main(sink: str, folder: str, is_module: bool, name: str, arguments: Sequence[str]) -> None:
     """Run a script or a module in the process of a rank.
 
     Args:
-        sink: Where its output goes.
+        sink: The name of the actor to which its output goes.
         folder: The working directory; empty if this process is there.
         is_module: True if ``name`` is that of a module, else it is a path from the working directory.
         name: The script or the module.

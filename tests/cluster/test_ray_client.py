@@ -1,0 +1,92 @@
+"""Drivers outside of the cluster, which reach it by ``ray://``."""
+
+import os
+
+import launching
+import pytest
+from actors import MARKS
+
+pytest.importorskip("grpc", reason="Ray's client needs grpcio: pip install 'ray[client]'")
+pytestmark = MARKS
+
+RANKS = """
+import os, signal, threading
+import torch, ray
+import easydist, easydist.ray
+
+def gathered():
+    return easydist.gather(torch.tensor([easydist.ProcessState().process_index])).tolist()
+
+def fails():
+    if easydist.ProcessState().process_index == 1:
+        raise LookupError("no such sample")
+    gathered()
+
+def dies():
+    if easydist.ProcessState().process_index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    gathered()
+
+def never_comes(begun):
+    if easydist.ProcessState().process_index == 1:
+        open(begun, "w").close()
+        threading.Event().wait()
+    gathered()
+
+class Member:
+    pass
+
+with easydist.ray.Ranks(2, resources={"rank": 1}) as ranks:
+    assert ray.util.client.ray.is_connected()
+    print(ranks.run(gathered))
+    for call, kind in ((fails, easydist.RemoteError), (dies, easydist.PeerLostError)):
+        try:
+            ranks.run(call)
+        except kind as error:
+            print(type(error).__name__, error.rank)
+    ranks.restart([1])
+    print(ranks.run(gathered))
+    os.mkfifo("begun")
+    threading.Thread(target=lambda: (open("begun").read(), os.kill(os.getpid(), signal.SIGINT))).start()
+    try:
+        ranks.run(never_comes, os.path.abspath("begun"))
+    except KeyboardInterrupt:
+        print(ranks.run(gathered))
+    easydist.ray.create_group([ray.remote(num_cpus=0)(Member).remote() for _ in range(2)], "by_client")
+print("closed")
+"""
+
+CELLS = """
+import easydist.notebook
+
+ranks = easydist.notebook.start(2, on="ray", resources={"rank": 1})
+ranks.execute("print(easydist.gather(rank).tolist())")
+print([row.state for row in ranks.status()])
+ranks.stop()
+"""
+
+
+def run(cluster, folder, *command, status=0):
+    env = os.environ | launching.OWN | {"RAY_ADDRESS": cluster.client}
+    process = launching.start(launching.fork(), *command, env=env, cwd=folder)
+    ((out, err),) = launching.finished(process, seconds=90)
+    assert process.returncode == status, err
+    return out
+
+
+def test_ranks_run_fail_are_lost_and_interrupted(cluster, tmp_path):
+    (tmp_path / "driver.py").write_text(RANKS)
+    whole = "[[0, 1], [0, 1]]"
+    said = [whole, "RemoteError 1", "PeerLostError 1", whole, whole, "closed"]
+    assert run(cluster, tmp_path, "driver.py").splitlines() == said
+
+
+def test_a_script_shows_its_output_and_the_command_has_its_status(cluster, tmp_path):
+    (tmp_path / "script.py").write_text("import os, sys\nprint('a line')\nsys.exit(3 * int(os.environ['RANK']))")
+    out = run(cluster, tmp_path, "-m", "easydist", "run", "--on", "ray", "-n", 2, "script.py", status=3)
+    assert sorted(out.splitlines()) == ["[rank 0] a line", "[rank 1] a line"]
+
+
+def test_the_ranks_of_a_notebook(cluster, tmp_path):
+    (tmp_path / "cells.py").write_text(CELLS)
+    assert run(cluster, tmp_path, "cells.py").splitlines() == ["ranks 0–1: [0, 1]", "['idle', 'idle']"]
