@@ -83,5 +83,6 @@ def test_imports_go_down(path):
     assert rooms(imported(path.read_text())) <= allowed
 
 
+@pytest.mark.slow
 def test_no_module_imports_itself_by_way_of_others():
     TopologicalSorter(graph({dotted(path): path.read_text() for path in MODULES})).prepare()

@@ -82,6 +82,7 @@ def test_the_program_that_a_shell_script_has_started_ends_too(tmp_path, options)
     assert left_after_kill(command, tmp_path)[0] == []
 
 
+@pytest.mark.slow
 def test_what_a_rank_has_started_ends_also_if_the_rank_has_been_killed_first():
     """The kernel kills it with the launcher, before the process that watches the pipe has looked again."""
     code = "import os; from easydist.cli.rank import _watch; pipe, end = os.pipe(); os.close(end); "

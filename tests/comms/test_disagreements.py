@@ -189,6 +189,7 @@ def batch(comm):
     assert got.tolist() == [(rank - 1) % size] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operation", "slow"), [(all_to_all, [0]), (broadcast_parts, [0]), (batch, range(4))])
 @distributed(world_size=[2, 4], timeout=within(60))
 def test_a_status_tells_of_messages_that_are_not_posted_yet(operation, slow, rank):

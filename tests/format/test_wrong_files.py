@@ -168,6 +168,7 @@ def test_long_keys_of_many_children_take_no_memory_out_of_proportion(path, into)
     assert peak_nbytes(path, into) < ALLOWANCE + PER_BYTE * path.stat().st_size
 
 
+@pytest.mark.slow
 def test_into_of_long_paths_is_filled(path):
     data = {"k" * 40_000: list(range(2000))}
     easydist.save(data, path)

@@ -95,6 +95,7 @@ def test_an_attempt_that_fails_leaves_no_group():
         dist.destroy_process_group(group)
 
 
+@pytest.mark.slow
 @distributed(world_size=3)
 def test_a_rank_of_this_host_is_waited_for_though_an_error_calls_it_lost(rank):
     """A connection may break, with no reason to be found in time, while the process at its other end lives."""

@@ -90,6 +90,7 @@ class Stopped(HashStore):
         self.order.append(key)
 
 
+@pytest.mark.slow
 def test_a_stopped_store_holds_up_no_other_and_gets_in_order_what_was_written_meanwhile():
     stopped, other = Stopped(), TimedStore(HashStore())
     store = TimedStore(stopped)
@@ -152,6 +153,7 @@ def test_a_question_under_way_does_not_abort_a_process_that_ends(script, printed
     assert launching.python("-c", script) == (printed, "")
 
 
+@pytest.mark.slow
 def test_a_key_that_is_deleted_while_it_is_read_holds_up_nobody():
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     writer, client = TimedStore(server), TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)

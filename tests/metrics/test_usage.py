@@ -436,6 +436,7 @@ def test_loops_before_the_import_and_with_persistent_workers_are_counted():
     launching.forked("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPT, **options)
 
 
+@pytest.mark.slow
 def test_looking_for_loaders_does_not_disturb_other_threads():
     """CPython cannot end a tuple that is being built while a list of all objects holds it, too."""
     stop, errors = threading.Event(), []

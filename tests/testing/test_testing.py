@@ -504,6 +504,7 @@ OPERATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_battery_looks_at_the_result_of_every_operation(operation):
     with pytest.raises(AssertionError, match=f"^{operation}[ :]"):

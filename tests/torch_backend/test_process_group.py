@@ -391,6 +391,7 @@ def test_a_message_of_any_rank_may_come_until_all_have_left(rank):
         dist.recv(got[0], group=made)
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_a_barrier_with_a_limit_of_its_own(rank):
     made, began = group(), time.monotonic()

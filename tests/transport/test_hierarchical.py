@@ -225,6 +225,7 @@ def test_tensor_dicts_between_and_inside_hosts(rank):
                 assert all(torch.equal(got[key], tree[key]) for key in tree)
 
 
+@pytest.mark.slow
 @distributed(world_size=3)
 @pytest.mark.parametrize("nbytes", [100_000, 300_000])
 def test_a_wait_for_a_message_between_hosts_has_a_time_limit(rank, nbytes):

@@ -100,6 +100,7 @@ ITEMS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(ITEMS, st.integers(12, 18), st.booleans(), st.booleans())
 def test_a_schedule_moves_every_byte_once_in_bounded_messages(sizes, bits, halves, in_order):
     """``halves``: two ranks hold one half of each entry."""
