@@ -5,8 +5,10 @@ STRESS ?= 20000
 JOBS ?= 4
 BIN := $(VENV)/bin
 # Files side by side, since most tests wait for other processes; in their order, so that the long ones don't come last.
+SIDE_BY_SIDE := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 # A test that hangs fails after ten minutes, with the stacks of its threads, and the tests after it still run.
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --timeout 600
+ONE_BY_ONE := $(BIN)/python -m pytest --timeout 600
+PYTEST := $(ONE_BY_ONE) $(SIDE_BY_SIDE)
 EVALUATE := examples/evaluate.py
 # Hundreds of processes import the package: compile it once.
 unexport PYTHONDONTWRITEBYTECODE
@@ -34,11 +36,11 @@ test: $(VENV)/.test ## run the tests; ARGS="-k gather -x" goes to pytest
 	$(PYTEST) $(ARGS)
 
 gpu: $(VENV)/.test ## run the tests that need a GPU, which may be one for all ranks, and compare with accelerate
-	$(BIN)/python -m pytest tests/gpu $(ARGS)
+	$(ONE_BY_ONE) tests/gpu $(ARGS)
 	$(BIN)/python benchmarks/gpu.py
 
 slurm: $(VENV)/.test ## run the tests on a SLURM cluster of this machine, as root: apt-get install slurm-wlm munge
-	$(BIN)/python -m pytest tests/slurm $(ARGS)
+	$(ONE_BY_ONE) tests/slurm $(ARGS)
 
 stress: $(VENV)/.test ## all cases of batteries, and many more random calls, messages and trees; STRESS=100000 calls
 	EASYDIST_STRESS=1200 $(PYTEST) --timeout 0 -m "not stress" $(ARGS)

@@ -1,7 +1,5 @@
 """Drivers outside of the cluster, which reach it by ``ray://``."""
 
-import os
-
 import launching
 import pytest
 from actors import MARKS
@@ -46,10 +44,10 @@ with easydist.ray.Ranks(2, resources={"rank": 1}) as ranks:
             print(type(error).__name__, error.rank)
     ranks.restart([1])
     print(ranks.run(gathered))
-    os.mkfifo("begun")
-    threading.Thread(target=lambda: (open("begun").read(), os.kill(os.getpid(), signal.SIGINT))).start()
+    os.mkfifo(begun := __file__ + ".begun")
+    threading.Thread(target=lambda: (open(begun).read(), os.kill(os.getpid(), signal.SIGINT))).start()
     try:
-        ranks.run(never_comes, os.path.abspath("begun"))
+        ranks.run(never_comes, begun)
     except KeyboardInterrupt:
         print(ranks.run(gathered))
     easydist.ray.create_group([ray.remote(num_cpus=0)(Member).remote() for _ in range(2)], "by_client")
@@ -66,27 +64,22 @@ ranks.stop()
 """
 
 
-def run(cluster, folder, *command, status=0):
-    env = os.environ | launching.OWN | {"RAY_ADDRESS": cluster.client}
-    process = launching.start(launching.fork(), *command, env=env, cwd=folder)
-    ((out, err),) = launching.finished(process, seconds=90)
-    assert process.returncode == status, err
-    return out
+def run(cluster, text, folder, *command, status=0):
+    (folder / "script.py").write_text(text)
+    return launching.forked(*command, folder / "script.py", seconds=90, status=status, RAY_ADDRESS=cluster.client)[0]
 
 
 def test_ranks_run_fail_are_lost_and_interrupted(cluster, tmp_path):
-    (tmp_path / "driver.py").write_text(RANKS)
     whole = "[[0, 1], [0, 1]]"
     said = [whole, "RemoteError 1", "PeerLostError 1", whole, whole, "closed"]
-    assert run(cluster, tmp_path, "driver.py").splitlines() == said
+    assert run(cluster, RANKS, tmp_path).splitlines() == said
 
 
 def test_a_script_shows_its_output_and_the_command_has_its_status(cluster, tmp_path):
-    (tmp_path / "script.py").write_text("import os, sys\nprint('a line')\nsys.exit(3 * int(os.environ['RANK']))")
-    out = run(cluster, tmp_path, "-m", "easydist", "run", "--on", "ray", "-n", 2, "script.py", status=3)
+    text = "import os, sys\nprint('a line')\nsys.exit(3 * int(os.environ['RANK']))"
+    out = run(cluster, text, tmp_path, "-m", "easydist", "run", "--on", "ray", "-n", 2, status=3)
     assert sorted(out.splitlines()) == ["[rank 0] a line", "[rank 1] a line"]
 
 
 def test_the_ranks_of_a_notebook(cluster, tmp_path):
-    (tmp_path / "cells.py").write_text(CELLS)
-    assert run(cluster, tmp_path, "cells.py").splitlines() == ["ranks 0–1: [0, 1]", "['idle', 'idle']"]
+    assert run(cluster, CELLS, tmp_path).splitlines() == ["ranks 0–1: [0, 1]", "['idle', 'idle']"]

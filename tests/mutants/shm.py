@@ -108,20 +108,20 @@ MUTANTS = [
         "Pipe.take",
         "self.lane == COLLECTIVES or words[at + 1] >> TAG == kind >> TAG",
         "True",
-        "tests/torch_backend/test_process_group.py::test_messages_with_tags_arrive_in_any_order",
+        "tests/torch_backend/test_tagged_messages.py::test_messages_with_tags_arrive_in_any_order",
     ),
     Mutant(
         "shm/slots.py",
         "Pipe._from_aside",
         "return self._aside.pop(number)",
         "return self._aside.pop()",
-        "tests/torch_backend/test_process_group.py::test_messages_with_tags_arrive_in_any_order",
+        "tests/torch_backend/test_tagged_messages.py::test_messages_with_tags_arrive_in_any_order",
     ),
     Mutant(
         "shm/slots.py",
         "Pipe.take",
         "while self.is_lent and not lent:",
         "while False:",
-        "tests/torch_backend/test_process_group.py::test_a_receive_that_names_its_sender_waits_for_one_that_does_not",
+        "tests/torch_backend/test_tagged_messages.py::test_a_receive_that_names_its_sender_waits_for_one_that_does_not",
     ),
 ]

@@ -50,14 +50,14 @@ MUTANTS = [
         "run_battery",
         "        _gather,\n",
         "",
-        "tests/testing/test_testing.py::test_the_battery_looks_at_the_result_of_every_operation",
+        "tests/testing/test_broken_communicators.py::test_the_battery_looks_at_the_result_of_every_operation",
     ),
     Mutant(
         "testing/cases.py",
         "sample",
         "(1000 * rank + numel) * 4099",
         "numel * 4099",
-        "tests/testing/test_testing.py::test_the_battery_catches_a_broken_one",
+        "tests/testing/test_broken_communicators.py::test_the_battery_catches_a_broken_one",
     ),
     Mutant(
         "testing/pool.py",
@@ -71,6 +71,6 @@ MUTANTS = [
         "_barrier",
         "times[::2].max() <= times[1::2].min()",
         "True",
-        "tests/testing/test_testing.py::test_the_battery_catches_a_broken_one",
+        "tests/testing/test_broken_communicators.py::test_the_battery_catches_a_broken_one",
     ),
 ]

@@ -103,7 +103,7 @@ MUTANTS = [
         "SharedMemoryGroup._senders",
         " or [*peers]",
         "",
-        "tests/torch_backend/test_process_group.py::test_a_message_of_any_rank_may_come_until_all_have_left",
+        "tests/torch_backend/test_tagged_messages.py::test_a_message_of_any_rank_may_come_until_all_have_left",
     ),
     Mutant(
         "torch_backend/group.py",
