@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,29 @@ def measured(ranks: int, shm: bool) -> dict[str, dict[str, list[float]]]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+def axes_for_both_themes() -> tuple[Any, Any]:
+    """Return a figure and its two axes, whose ink can be read on light and on dark pages."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "easydist"  # the same drawing gives the same file
+    plt.rcParams.update(dict.fromkeys(("text.color", *(f"{at}.color" for at in ("xtick", "ytick", "grid"))), INK))
+    plt.rcParams.update({"axes.edgecolor": INK, "axes.labelcolor": INK})
+    return plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+
+
+def save(figure: Any, axes: Iterable[Any], output: Path) -> None:
+    """Write a drawing whose vertical axes are times."""
+    from matplotlib.ticker import EngFormatter
+
+    for axis in axes:
+        axis.grid(visible=True, alpha=0.3)
+        axis.yaxis.set_major_formatter(EngFormatter("s"))
+        axis.legend(framealpha=0)
+    figure.savefig(output, metadata={"Date": None}, transparent=True)
+
+
 def draw(ranks: int, output: Path) -> None:
     """Measure, and draw."""
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter
 
     shared, gloo = measured(ranks, shm=True), measured(ranks, shm=False)
@@ -76,20 +97,15 @@ def draw(ranks: int, output: Path) -> None:
         ("easydist on gloo", gloo, "easydist", "^-", "tab:orange"),
         ("easydist", shared, "easydist", "o-", "tab:blue"),
     )
-    plt.rcParams["svg.hashsalt"] = "easydist"  # the same drawing gives the same file
-    plt.rcParams.update(dict.fromkeys(("text.color", *(f"{at}.color" for at in ("xtick", "ytick", "grid"))), INK))
-    plt.rcParams.update({"axes.edgecolor": INK, "axes.labelcolor": INK})
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True, sharey=True)
+    figure, axes = axes_for_both_themes()
+    axes[1].sharey(axes[0])
     for axis, (panel, points) in zip(axes, PANELS.items(), strict=True):
         for label, found, library, line, color in curves:
             axis.loglog(points, found[panel][library], line, color=color, label=label)
         axis.set(xlabel=panel)
         axis.xaxis.set_major_formatter(EngFormatter("B" if "bytes per rank" in panel else ""))
-        axis.grid(visible=True, alpha=0.3)
-    axes[0].set(ylabel="time of one gather")
-    axes[0].yaxis.set_major_formatter(EngFormatter("s"))
-    axes[0].legend(title=f"{ranks} ranks, {os.cpu_count()} cores", framealpha=0)
-    figure.savefig(output, metadata={"Date": None}, transparent=True)
+    axes[0].set(ylabel=f"time of one gather, {ranks} ranks on {os.cpu_count()} cores")
+    save(figure, axes, output)
 
 
 def main() -> None:

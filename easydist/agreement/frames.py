@@ -7,6 +7,9 @@ rank is going to send; the time of its arrival; the number of sizes and the numb
 sizes are those along the free dimension, after the verb's own numbers if it sends any. The payload is the rank's data
 if it is small: then the frames are the only exchange of the call. A rank that has failed sends the text of its fault as
 the payload.
+
+In a large group the ranks first compare the headers alone, by a reduction whose messages do not grow with the group.
+Frames follow only if headers differ, or if something comes with them.
 """
 
 from __future__ import annotations
@@ -27,9 +30,13 @@ from easydist.data.arithmetic import fingerprint
 from easydist.data.packing import Packed
 from easydist.groups.communicators import Communicators, Frames
 from easydist.liveness.rules import APART
+from easydist.transport.reduce_op import ReduceOp
 
 WELL, ABSENT, FAULT = range(3)
 """The status of a rank: it has data, it has none and takes the others', or it has failed."""
+
+FOLDED_FROM = 1000
+"""The number of ranks from which headers are compared by a reduction first."""
 
 _NUMBERS = struct.Struct("<8q")
 _LATE = int(APART * 1e9)  # nanoseconds
@@ -240,11 +247,34 @@ def _exchange(comms: Communicators, nbytes: int) -> Headers:
 
 def _headers(comms: Communicators, nbytes: int) -> Headers:
     frames = comms.frames
-    comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
-    headers = Headers._make(frames.columns.tolist())
+    headers = _folded(comms) if comms.size >= FOLDED_FROM else None
+    if headers is None:
+        comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
+        headers = Headers._make(frames.columns.tolist())
     monitor, now = comms.monitor, time.monotonic()
     if (apart := monitor.exchanged(now)) > APART:
         seems_late = time.time_ns() > min(headers.came) + _LATE
         # A rank that came early may have given up since: the frame that it sent before that does not count.
         monitor.check_reports(remote=monitor.listens_after(now, apart, seems_late))
+    return headers
+
+
+def _folded(comms: Communicators) -> Headers | None:
+    """Return the headers of all ranks if they are equal and nothing comes with them; else None, on all ranks.
+
+    Of the times of arrival only the earliest and the latest become known, and the ranks whose these are; those of the
+    others are returned as the earliest.
+    """
+    mine = CallHeader._make(_NUMBERS.unpack_from(comms.frames.view, comms.rank * comms.frames.nbytes))
+    # The lowest bits of the time become the rank.
+    low = (1 << comms.size.bit_length()) - 1
+    words = torch.tensor(mine._replace(came=mine.came & ~low | comms.rank), device="cpu")
+    both = torch.cat([words, ~words])
+    comms.control.all_reduce(both, ReduceOp.MAX, async_op=False)
+    most, least = (CallHeader._make(part.tolist()) for part in (both[:8], ~both[8:]))
+    if most.sizes or most.payload or most._replace(came=0) != least._replace(came=0):
+        return None
+    headers = Headers._make([number] * comms.size for number in least._replace(came=least.came & ~low))
+    headers.came[most.came & low] = most.came & ~low
+    headers.came[comms.rank] = mine.came
     return headers

@@ -47,6 +47,13 @@ MUTANTS = [
     ),
     Mutant(
         "agreement/frames.py",
+        "_folded",
+        "most.sizes or most.payload or ",
+        "",
+        "tests/agreement/test_large_groups.py::test_results_are_those_of_a_small_group",
+    ),
+    Mutant(
+        "agreement/frames.py",
         "Headers.of_well",
         "if status == WELL",
         "if status != FAULT",

@@ -130,8 +130,8 @@ MUTANTS = [
     Mutant(
         "transport/backends/c10d.py",
         "Gloo.broadcast",
-        "self._begun(sends, recvs, own=self._round_tag())",
-        "self._begun([], recvs, own=self._round_tag())",
+        "self._begun([(tensor, child) for child in children], above, own=self._round_tag())",
+        "self._begun([], above, own=self._round_tag())",
         "tests/comms/test_disagreements.py::test_a_status_tells_of_messages_that_are_not_posted_yet",
     ),
     # Unnoticed when they were first planted: the leader of a host fails.
@@ -162,5 +162,33 @@ MUTANTS = [
         "tag + _TAGS * self._lane",
         "tag",
         "tests/transport/test_conformance.py::test_messages_that_nobody_describes_stay_on_their_lane_too",
+    ),
+    Mutant(
+        "transport/rounds.py",
+        "can_fold",
+        "op.type in _REPEATABLE and not dtype.is_floating_point",
+        "not dtype.is_floating_point",
+        "tests/transport/test_rounds.py::test_battery[5]",
+    ),
+    Mutant(
+        "transport/rounds.py",
+        "meet",
+        "in doubling(rank, size):",
+        "in doubling(rank, size)[1:]:",
+        "tests/transport/test_rounds.py::test_nobody_leaves_a_meeting_before_all_have_come",
+    ),
+    Mutant(
+        "transport/rounds.py",
+        "scatter_and_share",
+        "(mine, root), (chunks[root], root)",
+        "(chunks[root], root), (mine, root)",
+        "tests/transport/test_rounds.py::test_scatter_and_share",
+    ),
+    Mutant(
+        "transport/schedules.py",
+        "doubling",
+        "min(d, size - d)",
+        "d",
+        "tests/transport/test_rounds.py::test_gather_blocks",
     ),
 ]

@@ -2,8 +2,8 @@
 
 ``Gloo`` builds every collective from messages between pairs of ranks, all posted at once: a message takes any size and
 needs no staging copy, and on four ranks and two cores a collective takes a third of the time of gloo's own ring (which
-takes 2 (W - 1) rounds). In a reduction every rank reduces one chunk of all ranks' data in rank order, so that all ranks
-get the same bits in every run.
+takes 2 (W - 1) rounds). Between many ranks small data takes fewer messages, in ``rounds``. In a reduction every rank
+reduces one chunk of all ranks' data in rank order, so that all ranks get the same bits in every run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from easydist.data.arithmetic import split_sizes
 from easydist.errors import DisagreementError
 from easydist.liveness.limited import within
 from easydist.liveness.monitor import Monitor
+from easydist.transport import rounds
 from easydist.transport.backend import Addressed, Backend, set_to
 from easydist.transport.backends.waits import FOREVER, LOST, NOBODYS_TAG, TAG, MessageWork
 from easydist.transport.described import DTYPE_CODES, MESSAGE, OWN, Described
 from easydist.transport.reduce_op import ReduceOp, combine, combine_into
+from easydist.transport.schedules import is_doubled, is_scattered, tree
 from easydist.transport.work import ENDED, Pending, TorchWork
 
 SEND_TAG = TAG + 1
@@ -47,8 +49,9 @@ ends the process if a message is longer than its receiver expects, and leaves me
 KEPT = 32
 """The operations whose descriptions are kept."""
 
-_REDUCED_AT_ONCE = 1 << 15
-"""The total bytes of all ranks up to which every rank reduces everything: one round instead of two."""
+_REDUCED_AT_ONCE, _REDUCED_DOUBLED = 1 << 15, 1 << 20
+"""The total bytes up to which every rank reduces the data of all ranks, instead of a chunk of it. The second number is
+for data that is gathered in ``rounds``."""
 
 _LARGE, _LARGE_AFAR = 1 << 18, 1 << 15
 """The bytes from which a message may be half sent when a rank dies. A kernel takes megabytes at once for a process of
@@ -219,6 +222,14 @@ class Gloo(Pairwise):
         """Return the tag of the next messages of an operation of several steps that is not described."""
         return _ROUND_TAG + self._lane % _ROUND_LANES * _ROUNDS + next(self._rounds) % _ROUNDS
 
+    def _is_doubled(self, nbytes: int) -> bool:
+        """True if small data goes round; described operations go straight, as their errors name pairs of ranks."""
+        return is_doubled(self.size, nbytes) and self._described() is None
+
+    def _in_rounds(self, run: rounds.Run, keep: Sequence[torch.Tensor], tag: int | Posted | None = None) -> TorchWork:
+        """Begin an operation of several rounds; its tag is its own, unless it is described."""
+        return TorchWork(run(functools.partial(self._exchange, tag=self._round_tag() if tag is None else tag)), keep)
+
     def _post(
         self,
         fn: Callable[..., dist.Work],
@@ -307,6 +318,8 @@ class Gloo(Pairwise):
         return posted
 
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
+        if self._is_doubled(0):  # the sizes of the others are not known
+            return self._in_rounds(lambda exchange: rounds.gather_frames(exchange, self.rank, rows, nbytes), [rows])
         every = rows.unbind()
         mine = every[self.rank][: max(1, nbytes)]  # the others cannot know that it is empty, and wait for a message
         sends, recvs = self._others([mine] * self.size), self._others(every)
@@ -315,23 +328,36 @@ class Gloo(Pairwise):
         return TorchWork(self._exchange(sends, recvs, tag, len(mine)), keep=[rows])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
-        parent, children = _branch(self.rank, self.size, root)
-        sends = [(tensor, child) for child in children if tensor.numel()]
-        recvs = [(tensor, parent)] if parent is not None and tensor.numel() else []
-        tag = self._begun(sends, recvs, own=self._round_tag())
-        if not recvs:
-            return TorchWork(self._exchange(sends, [], tag), keep=[tensor])
-        work = TorchWork(self._exchange([], recvs, tag), keep=[tensor])
-        return work.followed_by(lambda: self._exchange(sends, [], tag)) if sends else work
+        if not tensor.numel():
+            self.announce()
+            return TorchWork()
+        if is_scattered(self.size, tensor.nbytes) and self._described() is None:
+            chunks = tensor.split(split_sizes(tensor.numel(), self.size))
+            return self._in_rounds(lambda ex: rounds.scatter_and_share(ex, self.rank, root, chunks), [tensor])
+        parent, children = tree(self.rank, self.size, root)
+        above = [] if parent is None else [(tensor, parent)]
+        tag = self._begun([(tensor, child) for child in children], above, own=self._round_tag())
+        return self._in_rounds(lambda ex: rounds.spread(ex, self.rank, self.size, root, tensor), [tensor], tag)
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
-        return self._swap([data] * self.size, output.chunk(self.size) if output.numel() else [output] * self.size)
+        return self.all_gather_v(output.chunk(self.size) if output.numel() else [output] * self.size, data)
+
+    def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
+        if not self._is_doubled(sum(output.nbytes for output in outputs)):
+            return super().all_gather_v(outputs, data)
+        return self._in_rounds(lambda exchange: rounds.gather_blocks(exchange, self.rank, outputs, data), [data])
+
+    def folds(self, tensor: torch.Tensor, op: ReduceOp) -> bool:
+        """True if a reduction takes as many rounds as a barrier, with one message each."""
+        return rounds.can_fold(tensor.dtype, op) and self._is_doubled(tensor.nbytes * self.size)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
-        if tensor.nbytes * self.size <= _REDUCED_AT_ONCE:
+        if self.folds(tensor, op):
+            return self._in_rounds(lambda ex: rounds.fold(ex, self.rank, self.size, tensor, op), [tensor])
+        nbytes = tensor.nbytes * self.size
+        if nbytes <= (_REDUCED_DOUBLED if self._is_doubled(nbytes) else _REDUCED_AT_ONCE):
             every = tensor.new_empty(self.size, tensor.numel()).unbind()
-            work = self._swap([tensor] * self.size, every)
-            return work.followed_by(lambda: set_to(tensor, combine(op, every)))
+            return self.all_gather_v(every, tensor).followed_by(lambda: set_to(tensor, combine(op, every)))
         chunks = tensor.split(split_sizes(tensor.numel(), self.size))
         mine = chunks[self.rank]
         parts = tensor.new_empty(self.size, mine.numel()).unbind()
@@ -345,17 +371,7 @@ class Gloo(Pairwise):
         return first.followed_by(reduce_and_share)
 
     def barrier(self) -> TorchWork:
+        if self._is_doubled(0):
+            return self._in_rounds(lambda exchange: rounds.meet(exchange, self.rank, self.size), [])
         tokens = torch.zeros(self.size + 1, dtype=torch.uint8, device="cpu").split(1)
         return self._swap([tokens[-1]] * self.size, tokens[:-1])
-
-
-@functools.cache
-def _branch(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
-    """Return the rank from which a rank gets a broadcast, and those to which it passes it on, along a binomial tree.
-
-    Place p, counted from the root, gets the data from p less its lowest bit.
-    """
-    place = (rank - root) % size
-    bits = [1 << k for k in range(size.bit_length()) if not place or 1 << k < place & -place]
-    children = [(place + bit + root) % size for bit in reversed(bits) if place + bit < size]
-    return ((place & (place - 1)) + root) % size if place else None, children

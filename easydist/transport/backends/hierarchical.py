@@ -10,7 +10,6 @@ connections.
 from __future__ import annotations
 
 import itertools
-import struct
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,9 +22,8 @@ from easydist.data.arithmetic import split_sizes
 from easydist.transport.backend import Backend, set_to
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.reduce_op import RedOpType, ReduceOp, accumulator, average, check_reducible, combine
+from easydist.transport.rounds import LENGTH, end_of, put
 from easydist.transport.work import ENDED, Begun, TorchWork, handle
-
-_LENGTH = struct.Struct("<q")
 
 
 class Hierarchical(Backend):
@@ -173,7 +171,10 @@ class Hierarchical(Backend):
         wide = tensor.to(accumulator(tensor.dtype, op)) if grows and tensor.dtype is not torch.uint64 else tensor
         is_mean, op = op.type is RedOpType.AVG, ReduceOp.SUM if op.type is RedOpType.AVG else op
         yield self._near.all_reduce(wide, op)
-        if self._far:
+        if self._far and self._far.folds(wide, op):
+            yield self._far.all_reduce(wide, op)
+            tensor.copy_(wide)
+        elif self._far:
             sizes = split_sizes(tensor.numel(), self._far.size)
             parts = wide.new_empty(self._far.size, sizes[self._host]).unbind()
             yield self._far.all_to_all_v(_bits(parts), _bits(wide.split(sizes)))
@@ -188,7 +189,7 @@ class Hierarchical(Backend):
         stride, frames = rows.shape[1], rows.view(-1).numpy().data
         room = self._room = self._room if self._room.stride == stride else _Room(stride, self._hosts, self._host)
         mine = room.near_views[self._here.index(self.rank)]
-        stop = _put(mine, frames[self.rank * stride : self.rank * stride + nbytes])
+        stop = put(mine, frames[self.rank * stride : self.rank * stride + nbytes])
         yield self._near.all_gather_upto(room.near, stop)
         if self._far:
             yield self._far.all_gather_upto(room.far, room.bundle())
@@ -209,48 +210,35 @@ class _Room:
 
     def __init__(self, stride: int, hosts: Sequence[Sequence[int]], host: int) -> None:
         self.stride, self._hosts, self._host = stride, hosts, host
-        record, here = _LENGTH.size + stride, len(hosts[host])
+        record, here = LENGTH.size + stride, len(hosts[host])
         self.near, self.near_views = _rows(here, record)
         self.far, self._far_views = _rows(len(hosts), record * max(map(len, hosts)))
         self.relay, self._relay_views = _rows(here, record * sum(map(len, hosts)))
 
     def bundle(self) -> int:
         """Concatenate the frames of this host; return their length."""
-        return _join(self._far_views[self._host], [view[: _stop(view)] for view in self.near_views])
+        return _join(self._far_views[self._host], [view[: end_of(view)] for view in self.near_views])
 
     def relayed(self) -> int:
         """Concatenate the frames from the other hosts; return their length."""
         others = [(view, len(ranks)) for view, ranks in zip(self._far_views, self._hosts, strict=True)]
         del others[self._host]
-        return _join(self._relay_views[0], [view[: _stop(view, count)] for view, count in others])
+        return _join(self._relay_views[0], [view[: end_of(view, count)] for view, count in others])
 
     def arrived(self) -> Iterator[tuple[int, memoryview]]:
         """Yield each rank and its frame."""
         for rank, view in zip(self._hosts[self._host], self.near_views, strict=True):
-            yield rank, view[_LENGTH.size : _stop(view)]
+            yield rank, view[LENGTH.size : end_of(view)]
         start, view = 0, self._relay_views[0]
         for rank in (rank for host, ranks in enumerate(self._hosts) if host != self._host for rank in ranks):
-            stop = _stop(view, 1, start)
-            yield rank, view[start + _LENGTH.size : stop]
+            stop = end_of(view, 1, start)
+            yield rank, view[start + LENGTH.size : stop]
             start = stop
 
 
 def _rows(count: int, nbytes: int) -> tuple[torch.Tensor, list[memoryview]]:
     rows = torch.empty((count, nbytes), dtype=torch.uint8, device="cpu")
     return rows, [row.numpy().data for row in rows]
-
-
-def _put(view: memoryview, frame: memoryview) -> int:
-    """Write a frame after its length; return the offset of its end."""
-    _LENGTH.pack_into(view, 0, len(frame))
-    return _join(view, [view[: _LENGTH.size], frame])
-
-
-def _stop(view: memoryview, count: int = 1, start: int = 0) -> int:
-    """Return the offset at which ``count`` frames end."""
-    for _ in range(count):
-        start += _LENGTH.size + int(_LENGTH.unpack_from(view, start)[0])
-    return start
 
 
 def _join(view: memoryview, parts: Sequence[memoryview]) -> int:
