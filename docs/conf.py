@@ -56,7 +56,7 @@ def _execute_sessions(app: Sphinx, doctree: nodes.document) -> None:
 
 
 # On these pages the names are often those of another library, or of methods.
-_WITHOUT_LINKS = re.compile(r"api|communicators|parallel|coming_from_.*|design/.*")
+_WITHOUT_LINKS = re.compile(r"api|backends|communicators|parallel|coming_from_.*|design/.*")
 _NAME = re.compile(r"(?:easydist\.)?([A-Za-z_][\w.]*)(?:\(.*\))?", re.DOTALL)
 
 
