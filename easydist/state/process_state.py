@@ -221,7 +221,7 @@ class ProcessState(metaclass=WithAdvice):
 
     @property
     def local_process_index(self) -> int:
-        """The rank of this process among those on its host, from 0 (``LOCAL_RANK``)."""
+        """The rank of this process among those on its node, from 0 (``LOCAL_RANK``)."""
         return self._adopt().local_rank
 
     @property
@@ -231,15 +231,15 @@ class ProcessState(metaclass=WithAdvice):
 
     @property
     def local_world_size(self) -> int:
-        """The number of processes on this host (``LOCAL_WORLD_SIZE``); see ``node_rank``."""
+        """The number of processes on this node (``LOCAL_WORLD_SIZE``); see ``node_rank``."""
         world = self._adopt()
         return world.local_size if world.tells_local_size else self._hosts().count(self._hosts()[world.rank])
 
     @property
     def node_rank(self) -> int:
-        """The number of this host, from 0 (``GROUP_RANK``).
+        """The number of this node, from 0 (``GROUP_RANK``).
 
-        If the launcher does not tell, it follows from the hosts that the ranks have found in their first call, in the
+        If the launcher does not tell, the nodes are the hosts that the ranks have found in their first call, in the
         order of their lowest ranks.
 
         Raises:
@@ -252,7 +252,7 @@ class ProcessState(metaclass=WithAdvice):
 
     @property
     def num_nodes(self) -> int:
-        """The number of hosts (``GROUP_WORLD_SIZE``); see ``node_rank``."""
+        """The number of nodes (``GROUP_WORLD_SIZE``); see ``node_rank``."""
         known = self._adopt().num_nodes
         return len(set(self._hosts())) if known is None else known
 
@@ -312,7 +312,7 @@ class ProcessState(metaclass=WithAdvice):
 
     @property
     def is_local_main_process(self) -> bool:
-        """True if this is process 0 of its host."""
+        """True if this is process 0 of its node."""
         return self.local_process_index == 0
 
     @property
@@ -358,9 +358,9 @@ class ProcessState(metaclass=WithAdvice):
 
     @contextmanager
     def local_main_process_first(self, *, group: Group = None, timeout: Timeout | None = None) -> Iterator[None]:
-        """Run the body on process 0 of each host, then on the others; otherwise the same as ``main_process_first``.
+        """Run the body on process 0 of each node, then on the others; otherwise the same as ``main_process_first``.
 
-        In a ``group``, the first of its ranks on each host goes first.
+        In a ``group``, the first of its ranks on each host goes first; a host may have several nodes of torchrun.
         """
         comms = self.communicators(group)
         goes_first = self.is_local_main_process if group is None else is_first_of_host(comms, timeout)
@@ -380,7 +380,7 @@ class ProcessState(metaclass=WithAdvice):
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorate a function to run on process 0 of each host only."""
+        """Decorate a function to run on process 0 of each node only."""
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
@@ -406,7 +406,7 @@ class ProcessState(metaclass=WithAdvice):
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Decorate a function to run on one process of each host only."""
+        """Decorate a function to run on one process of each node only."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(function, lambda: self.local_process_index == local_process_index)
@@ -441,7 +441,7 @@ class ProcessState(metaclass=WithAdvice):
         yield split(inputs, size, rank, apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process of each host only."""
+        """Print on the main process of each node only."""
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
 
