@@ -176,9 +176,10 @@ class LeftOutError(EasydistError):
 
 
 class OverlappingCallError(EasydistError, RuntimeError):
-    """The error of a call in a group in which another thread of this process, or what a signal interrupted, is in one.
+    """The error of a call that begins while another one of its group is under way in this process.
 
-    Only this call raises, at once. The other one is not disturbed. The text names both threads and lines.
+    The other one runs in another thread, or was interrupted by the signal whose handler makes this call. Only this
+    call raises, without waiting, and does not disturb the other one. The text names both threads and lines.
     """
 
 

@@ -94,8 +94,8 @@ def _in_turn(group: Group, timeout: Timeout | None) -> Iterator[None]:
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """Return a logger that writes on the main process, unless a call says otherwise.
 
-    It works at any time: before there is a process group, and before a state is made, which it does not do. In front of
-    each message stands the rank.
+    It works at any time, before there is a process group or a ``ProcessState``, and creates neither. Each message
+    begins with the rank.
 
     Args:
         name: The name, usually ``__name__``; the logger is ``logging.getLogger(name)``.

@@ -292,11 +292,11 @@ MISTAKES = {
     ),
     "a mean of text": (
         lambda: metrics.WeightedMean().update("1", weight=1),
-        TypeError("value is str; pass a real number, or a tensor or array of such"),
+        TypeError("value is str; pass a real number, or a tensor or array of them"),
     ),
     "a sum of text": (
         lambda: metrics.Sums().update(a="x"),
-        TypeError("a is str; pass a real number, or a tensor or array of such"),
+        TypeError("a is str; pass a real number, or a tensor or array of them"),
     ),
     "a seed as text": (
         lambda: easydist.set_seed("x"),
@@ -423,7 +423,7 @@ def test_a_pickle_of_torch_in_place_of_a_file(tmp_path):
     with pytest.raises(WireError) as caught:
         easydist.load(path)
     assert str(caught.value) == (
-        f"{path}: this is a zip archive, as torch.save writes them, and no safetensors file; use torch.load"
+        f"{path}: this is a zip archive, as torch.save writes, not a safetensors file; use torch.load"
     )
 
 

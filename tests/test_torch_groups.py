@@ -59,7 +59,7 @@ def test_without_tables_groups_are_neither_listed_nor_counted(groups, monkeypatc
 @pytest.mark.parametrize("name", ["_world", "_set_default", "_forget_names"])
 def test_a_copy_of_a_rank_that_cannot_leave_its_parents_groups_is_told(groups, monkeypatch, name):
     monkeypatch.setattr(torch_groups, name, None)
-    with pytest.raises(NotImplementedError, match=r"this torch \(.*\) lacks what it takes; use another version"):
+    with pytest.raises(NotImplementedError, match=r"this torch \(.*\) lacks an internal function; use another version"):
         torch_groups.forget_all()
     assert dist.group.WORLD is groups[0]
 

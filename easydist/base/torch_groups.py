@@ -48,7 +48,9 @@ _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_t
 def _needed(name: Any, what: str) -> Any:
     """Return what a name refers to, or raise an error that says what it is needed for."""
     if name is None:
-        raise NotImplementedError(f"{what}: this torch ({torch.__version__}) lacks what it takes; use another version")
+        raise NotImplementedError(
+            f"{what}: this torch ({torch.__version__}) lacks an internal function; use another version"
+        )
     return name
 
 

@@ -36,10 +36,10 @@ class TorchComm(Collectives):
     Every method checks its arguments before it sends anything, and raises ``RuntimeError`` if they do not fit. Tensors
     must be on the communicator's device; strides and dtypes are free. Methods compare the numbers of elements, not the
     shapes. With ``async_op=True`` an operation returns at once and continues by itself; use its result after
-    ``wait()``. ``hints`` are accepted and not used. ``timeout`` limits each wait of the operation; None or zero means
-    the communicator's own limit. All ranks call the operations of one communicator in the same order, each rank from
-    one thread at a time. Communicators do not disturb one another. After an operation has failed, the communicator is
-    broken.
+    ``wait()``. Of ``hints`` only ``check`` is used, over gloo (see ``new_comm``). ``timeout`` limits each wait of the
+    operation; None or zero means the communicator's own limit. All ranks call the operations of one communicator in the
+    same order, each rank from one thread at a time. Communicators do not disturb one another. After an operation has
+    failed, the communicator is broken, unless the error says that it goes on.
 
     Args:
         backend: Moves the bytes.

@@ -56,7 +56,8 @@ def new_comm(
             ``TORCHCOMM_TIMEOUT_SECONDS``.
         high_priority_stream: For nccl.
         store: The store in which the ranks meet.
-        hints: For gloo: ``hostname``, ``interface``.
+        hints: For gloo: ``hostname``, ``interface``, and ``check``: ``"1"`` compares the ranks' operations before their
+            data moves.
 
     Returns:
         This rank's communicator.

@@ -88,8 +88,8 @@ def exactly(value: Any, path: str) -> str:
     if type(value).__module__.partition(".")[0] in _STANDARD and text == repr(value):
         return text
     raise TypeError(
-        f"{path or 'the value'} is a {type(value).__qualname__}, whose value easydist cannot compare; pass what it "
-        "consists of, such as its __dict__ or its repr"
+        f"{path or 'the value'} is a {type(value).__qualname__}, whose value easydist cannot compare; pass its "
+        "parts, such as its __dict__, or its repr"
     )
 
 

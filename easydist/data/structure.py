@@ -175,8 +175,8 @@ def send_to_device(
     """Return the tree with all its tensors and NumPy arrays as tensors on ``device``.
 
     An object that has a method ``to`` (a module, ``PackedSequence``, ``BatchEncoding``, a dataclass or a list that
-    defines one) is sent by that method, whose result takes its place. Some of them change the object itself and return
-    it. All other containers are rebuilt, and the input is not changed.
+    defines one) is sent by that method, whose result takes its place. Some such methods change the object itself and
+    return it. All other containers are rebuilt, and the input is not changed.
 
     Args:
         tensor: Any tree.

@@ -261,7 +261,7 @@ def _length(view: memoryview) -> int:
     length = int.from_bytes(view[:8], "little")
     if length > len(view) - 8:
         if bytes(view[:4]) == b"PK\x03\x04":
-            raise WireError("this is a zip archive, as torch.save writes them, and no safetensors file; use torch.load")
+            raise WireError("this is a zip archive, as torch.save writes, not a safetensors file; use torch.load")
         raise WireError(f"the header should have {length} bytes, but there are {len(view) - 8}")
     if length > MAX_NBYTES:
         raise WireError(f"the header has {length} bytes, more than {MAX_NBYTES}")

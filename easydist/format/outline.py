@@ -488,4 +488,4 @@ def _read_constant(node: Any) -> Any:
             return _CONSTANTS[kind](content)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, struct.error):
         pass
-    raise WireError(f"the structure has a node {kind[:100]!r} that means nothing")
+    raise WireError(f"the structure has a node {kind[:100]!r} that is not valid")

@@ -133,8 +133,7 @@ class MetricCollector:
 
         Returns:
             Tensors, numbers and lists, as ``easydist.save`` and ``torch.save`` write them. The tensors are those of the
-            collector: do not change them. What is not a tensor is encoded, in bytes. Rows in files are mapped into
-            memory.
+            collector: do not change them. Other values are encoded as bytes. Rows in files are mapped into memory.
 
         Cost: no exchange, and no copy of tensors.
 
@@ -159,8 +158,8 @@ class MetricCollector:
             state: A result of ``state_dict``, also after ``easydist.load`` or ``torch.load``.
 
         Raises:
-            ValueError: It is something else, or has other columns than this collector, or an index that is not below
-                ``total``. Then no row is added.
+            ValueError: ``state`` is something else, or has other columns than this collector, or an index that is not
+                below ``total``. Then no row is added.
             UnsafeObjectError: Pickle is denied, and an object is not allow-listed.
 
         Cost: no exchange.

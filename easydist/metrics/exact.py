@@ -123,7 +123,7 @@ def numbers(value: Any, name: str) -> NDArray[Any]:
         return np.array([value], dtype=np.float64 if isinstance(value, float) else object)
     array = np.atleast_1d(value).ravel() if isinstance(value, np.ndarray | np.generic) else None
     if array is None or array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
-        raise TypeError(f"{name} is {type(value).__name__}; pass a real number, or a tensor or array of such")
+        raise TypeError(f"{name} is {type(value).__name__}; pass a real number, or a tensor or array of them")
     return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 

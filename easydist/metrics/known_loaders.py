@@ -128,10 +128,10 @@ def _check_place(found: tuple[int, int], ours: tuple[int, int]) -> None:
 
 
 def _check_class(part: Any, known: tuple[Any, ...]) -> None:
-    """Make sure that a sampler deals samples as one of the known classes does."""
+    """Make sure that a sampler distributes samples as one of the known classes does."""
     if not any(type(part).__iter__ is cls.__iter__ for cls in known):
         raise ValueError(
-            f"{type(part).__name__} has an __iter__ of its own, so the order in which it deals samples to the ranks is "
+            f"{type(part).__name__} has an __iter__ of its own, so the order in which it distributes the samples is "
             "not known; pass indices="
         )
 

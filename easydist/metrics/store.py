@@ -133,7 +133,9 @@ class Store:
         decoded = [_decoded(_cloned(block["leaves"])) for block in blocks]
         lengths = [len(leaf) == count for count, leaves in zip(counts, decoded, strict=True) for leaf in leaves]
         if sum(counts) != len(indices) or not all(lengths):
-            raise ValueError("load_state_dict: the state has not one row of each column for each index; it was changed")
+            raise ValueError(
+                "load_state_dict: the state does not have one row of each column for each index; it was changed"
+            )
         for block, leaves, part in zip(blocks, decoded, indices.split(counts), strict=True):
             self.add(part.clone(), leaves, block["nbytes"])
 

@@ -232,7 +232,7 @@ def _counted(keys: Any) -> Mapping[Any, Any]:
     try:
         return Counter(keys)
     except TypeError as error:
-        raise TypeError(f"Counts: {error}; pass text, numbers or tuples of such, in a list") from None
+        raise TypeError(f"Counts: {error}; pass text, numbers or tuples of them, in a list") from None
 
 
 def _plain(key: Any) -> Hashable:

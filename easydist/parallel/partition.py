@@ -100,7 +100,7 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
         pp_size: The number of stages.
 
     Raises:
-        ValueError: The variable is no list of ``pp_size`` numbers with the sum ``num_hidden_layers``.
+        ValueError: The variable is not a list of ``pp_size`` numbers with the sum ``num_hidden_layers``.
 
     Example:
         >>> from easydist.parallel import get_pp_indices
@@ -121,5 +121,5 @@ def _asked(text: str, layers: int, stages: int) -> list[int]:
     except ValueError:
         counts = []
     if len(counts) != stages or sum(counts) != layers:
-        raise ValueError(f"{_PARTITION}={text} is no list of {stages} numbers whose sum is {layers}, the layers")
+        raise ValueError(f"{_PARTITION}={text} is not a list of {stages} numbers whose sum is {layers}, the layers")
     return counts

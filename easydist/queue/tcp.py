@@ -414,7 +414,7 @@ class Receiver:
     def _check(self, proof: memoryview) -> None:
         if not hmac.compare_digest(self._expected, bytes(proof)):
             self.is_broken = True
-            raise PermissionError("what answers at the writer's address does not have the key of this queue")
+            raise PermissionError("the program at the writer's address does not have the key of this queue")
 
     def sleep(self, look: Callable[[], bool], seconds: float) -> bool:
         """Sleep until something arrives, and return the result of ``look``."""

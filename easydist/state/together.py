@@ -13,7 +13,7 @@ from easydist.typing import Group, Timeout
 
 @contextmanager
 def together(group: Group = None, *, timeout: Timeout | None = None) -> Iterator[None]:
-    """Raise an exception of the body on one rank on all ranks, at whatever point of the body they wait.
+    """Let an exception of the body on one rank raise an error on all ranks, wherever in the body they wait.
 
     Law: either the body succeeds on every rank, or every rank raises. The others learn anyway of a process that ends
     with an exception; this is for programs that continue: in a notebook, or around a step that may fail.

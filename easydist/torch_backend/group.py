@@ -298,7 +298,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         The wait is over with an error once no other rank is left that could send.
         """
         if self.size() == 1:
-            raise ValueError("recv: a group of one rank has nobody who sends")
+            raise ValueError("recv: a group of one rank has no sender")
         self._demand_message("recv", 1 - min(1, self.rank()), tag)
         target, begun = Filled(tensors[0]), list[tuple[Begun, Sequence[int]]]()
         backend: Any = self._backend

@@ -212,7 +212,7 @@ def _padded(value: Any, tensor: torch.Tensor, dim: int, size: int, filling: floa
 
 
 def unpad(tensor: T, like: Tree, dim: int = 0, pad_first: bool = False) -> T:
-    """Remove the padding.
+    """Remove the padding that ``pad_across_processes`` has added.
 
     Law: ``unpad(pad_across_processes(x, dim, pad_first=f), x, dim, pad_first=f) == x``.
 

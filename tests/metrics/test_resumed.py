@@ -174,7 +174,7 @@ def test_a_state_that_was_changed_is_refused_and_leaves_no_columns(change):
     state = filled(x=torch.ones(2)).state_dict()
     state["blocks"][0] |= change
     collector = MetricCollector(3)
-    with pytest.raises(ValueError, match="not one row of each column for each index"):
+    with pytest.raises(ValueError, match="not have one row of each column for each index"):
         collector.load_state_dict(state)
     collector.update([0], y=torch.ones(1))
     assert list(collector.compute.__self__._schema.template) == ["y"]

@@ -227,7 +227,7 @@ def test_wrong_values_are_refused_and_nothing_is_added():
     sums, mean, counts = Sums(), WeightedMean(), Counts()
     wide = [np.ones(2, np.longdouble)] if np.dtype(np.longdouble).itemsize > 8 else []
     for wrong in ("0.5", None, 1j, [0.5], torch.tensor(1j), np.array(["a"]), *wide):
-        with pytest.raises(TypeError, match=r"x is .*; pass a real number, or a tensor or array of such"):
+        with pytest.raises(TypeError, match=r"x is .*; pass a real number, or a tensor or array of them"):
             sums.update(fine=1, x=wrong)
     for value, weight, text in ((torch.ones(3), [1, 2], "weight is list"), (1.0, "a", "weight is str")):
         with pytest.raises(TypeError, match=text):

@@ -41,7 +41,7 @@ def test_layers_of_pipeline_stages(monkeypatch):
     assert get_pp_indices(5, 1, 2) == (1, 5)
     for wrong in ("1,3", "5", "a,b"):
         monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", wrong)
-        with pytest.raises(ValueError, match="is no list of 2 numbers whose sum is 5"):
+        with pytest.raises(ValueError, match="is not a list of 2 numbers whose sum is 5"):
             get_pp_indices(5, 0, 2)
 
 

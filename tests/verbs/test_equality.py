@@ -218,7 +218,7 @@ def test_a_value_that_cannot_be_compared_is_an_error_on_all_ranks(rank, name):
 
 def test_one_process_refuses_the_same_values():
     easydist.assert_equal({"x": torch.ones(2), "n": float("nan")})
-    with pytest.raises(TypeError, match=r"^\['a'\] is a .*, whose value easydist cannot compare; pass what it"):
+    with pytest.raises(TypeError, match=r"^\['a'\] is a .*, whose value easydist cannot compare; pass its parts"):
         easydist.assert_equal({"a": THING})
 
 
