@@ -18,6 +18,7 @@ CASES += launching.sampled([(size, "shm", name) for name in ("kill", "late", "ra
 CASES += [(4, "0011", name) for name in ("kill", "late", "interrupt", "stop", "store_stops")] + [
     (4, "0001", "kill")
 ]  # two hosts
+CASES += [(9, "012345678", "kill"), (9, "gloo", "late")]  # between so many, headers go round
 AT = r"at \S*loss.py:\d+"
 
 
