@@ -125,7 +125,7 @@ def chosen(hosts: int) -> Traffic:
 
 def along_a_tree(hosts: int, nbytes: int) -> Traffic:
     """Return the traffic of a broadcast along a tree; each round begins once the one before has ended."""
-    depth = len(schedules.tree(0, hosts, 0)[1])
+    depth = len(schedules.tree(0, hosts)[1])
     return Traffic(depth, depth, depth * nbytes)
 
 

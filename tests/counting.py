@@ -19,6 +19,7 @@ KINDS = {
     "broadcast": "broadcast",
     "broadcast_parts": "broadcast",
     "gather": "gather",
+    "multicast": "broadcast",
     "recv": "recv",
     "reduce": "reduce",
     "reduce_scatter": "reduce_scatter",

@@ -169,8 +169,15 @@ class Steps:
             rest = [[(rows + r * stride + most, n - most)] for r, n in enumerate(lengths)]
             yield from self.share(rest[slots.rank], rest, word)
 
-    def spread(self, extents: Sequence[Extent], root: int, word: int) -> Iterator[Need]:
-        """Copy the data of ``root`` at its extents to those of all others; the sizes are the same on all ranks."""
+    def spread(self, extents: Sequence[Extent], root: int, word: int, copies: bool = True) -> Iterator[Need]:
+        """Copy the data of ``root`` at its extents to those of the others; the sizes are the same on all ranks.
+
+        Args:
+            extents: The extents.
+            root: The rank that has the data.
+            word: The word of the call.
+            copies: False on a rank that only takes the steps.
+        """
         slots, nbytes = self.slots, _total(extents)
         for pieces in slotfuls(extents, slots.slot) or [[]]:
             half = self.next_half()
@@ -181,7 +188,7 @@ class Steps:
                 # The root waits for nobody here, but in ``own_slot``, when it needs this slot again.
                 self.publish_data(half, nbytes, word)
             else:
-                yield from self._fetch(root, half, pieces, nbytes, word)
+                yield from self._fetch(root, half, pieces if copies else [], nbytes, word)
 
     def _fetch(self, root: int, half: int, pieces: Sequence[Piece], nbytes: int, word: int) -> Iterator[Need]:
         slots, step = self.slots, self.publish()  # publishing allows others to overwrite slots that this rank has read

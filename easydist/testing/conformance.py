@@ -71,6 +71,7 @@ def run_battery(make: Callable[[int, int], Collectives], rank: int, world_size: 
         _all_to_all,
         _broadcast,
         _broadcast_parts,
+        _multicast,
         _gather,
         _scatter,
         _send,
@@ -152,6 +153,17 @@ def _broadcast_parts(comm: Collectives) -> None:
         comm.broadcast_parts(tensors, root, async_op=False)
         for i, tensor in enumerate(tensors):
             expect(tensor, sample(root + i, len(tensor), dtype), "broadcast_parts", dtype, numel, "root", root, i)
+
+
+def _multicast(comm: Collectives) -> None:
+    rank, size = comm.get_rank(), comm.get_size()
+    for (dtype, numel), root in itertools.product(cases(), range(size)):
+        for count in range(3):
+            ranks = [(root + 1 + k) % size for k in range(count)]
+            tensor = sample(rank, numel, dtype)
+            comm.multicast(tensor, root, ranks, async_op=False)
+            if rank in (root, *ranks):
+                expect(tensor, sample(root, numel, dtype), "multicast", dtype, numel, "root", root, "ranks", ranks)
 
 
 def _gather(comm: Collectives) -> None:

@@ -92,6 +92,16 @@ class Backend(ABC):
         """Law: ``tensors[i] = tensors[i] of root``. Several ``broadcast`` as one operation."""
         return TorchWork([self.broadcast(tensor, root) for tensor in tensors])
 
+    def multicast(self, tensor: torch.Tensor, root: int, ranks: Sequence[int]) -> Begun:
+        """Law: ``tensor = tensor of root`` on these ranks. It has one size on all ranks; the others may overwrite it.
+
+        Args:
+            tensor: The tensor.
+            root: The sending rank.
+            ranks: The receiving ranks, ascending, without ``root``; the same on every rank.
+        """
+        return self.broadcast(tensor, root)
+
     @abstractmethod
     def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> Begun:
         """Law, on ``root``: ``outputs[r] = data of rank r``; sizes may differ. On other ranks ``outputs`` is empty."""

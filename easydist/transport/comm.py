@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import SupportsIndex
 
@@ -25,7 +25,7 @@ from easydist.transport.checked import (
     split,
 )
 from easydist.transport.reductions import Reductions
-from easydist.transport.work import TorchWork
+from easydist.transport.work import Begun, TorchWork
 from easydist.typing import T
 
 _TIME_LIMIT = timedelta(minutes=10)
@@ -343,6 +343,34 @@ class Collectives(Reductions):
         return self._run(
             name, lambda: self._backend.broadcast_parts(targets, rank), async_op, hints, timeout, staging, about
         )
+
+    def multicast(
+        self,
+        tensor: torch.Tensor,
+        root: SupportsIndex,
+        ranks: Iterable[SupportsIndex],
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law, in place, on ``ranks``: ``tensor == tensor of root``; a broadcast to some ranks, called by all.
+
+        Args:
+            tensor: A tensor of the same size on every rank; its values are undefined afterwards on ranks that are not
+                in ``ranks``, except on ``root``.
+            root: The sending rank.
+            ranks: The receiving ranks, the same on every rank.
+        """
+        name, rank = "multicast", self.checks.rank("root", root)
+        others = sorted({self.checks.rank("ranks", one) for one in ranks} - {rank})
+        staging, (target,), _ = self.checks.moved(name, [tensor])
+
+        def begin() -> Begun:
+            if len(others) == self.get_size() - 1:
+                return self._backend.broadcast(target, rank)
+            return self._backend.multicast(target, rank, others)
+
+        return self._run(name, begin, async_op, hints, timeout, staging, (target, rank, None))
 
     def gather(
         self,

@@ -14,7 +14,7 @@ import torch
 
 from easydist.transport.backend import Addressed
 from easydist.transport.reduce_op import RedOpType, ReduceOp, combine_into
-from easydist.transport.schedules import doubling, tree
+from easydist.transport.schedules import doubling
 from easydist.transport.work import Pending
 
 LENGTH = struct.Struct("<q")
@@ -95,12 +95,11 @@ def gather_frames(exchange: Exchange, rank: int, rows: torch.Tensor, nbytes: int
         frames[at : at + len(frame)] = frame
 
 
-def spread(exchange: Exchange, rank: int, size: int, root: int, tensor: torch.Tensor) -> Iterator[Pending]:
-    """Broadcast along a tree."""
-    parent, children = tree(rank, size, root)
-    if parent is not None:
-        yield from exchange([], [(tensor, parent)])
-    yield from exchange([(tensor, child) for child in children], [])
+def spread(exchange: Exchange, above: Sequence[Addressed], below: Sequence[Addressed]) -> Iterator[Pending]:
+    """Receive what comes from above in a ``tree``, if anything does, and then pass it on below."""
+    if above:
+        yield from exchange([], above)
+    yield from exchange(below, [])
 
 
 def scatter_and_share(exchange: Exchange, rank: int, root: int, chunks: Sequence[torch.Tensor]) -> Iterator[Pending]:

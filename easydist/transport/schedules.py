@@ -54,19 +54,18 @@ def doubling(rank: int, size: int) -> tuple[Round, ...]:
 
 
 @functools.cache
-def tree(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
-    """Return the rank from which a rank gets a broadcast, and those to which it passes it on, along a binomial tree.
+def tree(place: int, size: int) -> tuple[int | None, list[int]]:
+    """Return the place from which a place gets a broadcast, and those to which it passes it on, along a binomial tree.
 
-    Place p, counted from the root, gets the data from p less its lowest bit.
+    The root is place 0. Place p gets the data from p less its lowest bit.
 
     Example:
-        >>> [tree(rank, 4, root=0) for rank in range(4)]
+        >>> [tree(place, 4) for place in range(4)]
         [(None, [2, 1]), (0, []), (0, [3]), (2, [])]
     """
-    place = (rank - root) % size
     bits = [1 << k for k in range(size.bit_length()) if not place or 1 << k < place & -place]
-    children = [(place + bit + root) % size for bit in reversed(bits) if place + bit < size]
-    return ((place & (place - 1)) + root) % size if place else None, children
+    children = [place + bit for bit in reversed(bits) if place + bit < size]
+    return place & (place - 1) if place else None, children
 
 
 def is_doubled(size: int, nbytes: int) -> bool:

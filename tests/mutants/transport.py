@@ -129,10 +129,17 @@ MUTANTS = [
     # Statuses used to tell of messages only once they were posted.
     Mutant(
         "transport/backends/c10d.py",
-        "Gloo.broadcast",
-        "self._begun([(tensor, child) for child in children], above, own=self._round_tag())",
+        "Gloo._spread",
+        "self._begun(below, above, own=self._round_tag())",
         "self._begun([], above, own=self._round_tag())",
         "tests/comms/test_disagreements.py::test_a_status_tells_of_messages_that_are_not_posted_yet",
+    ),
+    Mutant(
+        "transport/backends/hierarchical.py",
+        "Hierarchical._spread_to",
+        "if home != self._host:",
+        "if home == self._host:",
+        "tests/transport/test_hierarchical.py::test_a_multicast_crosses_once_to_each_host_that_has_a_receiver",
     ),
     # Unnoticed when they were first planted: the leader of a host fails.
     Mutant(

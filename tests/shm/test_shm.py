@@ -33,6 +33,7 @@ KINDS = (
     "upto",
     "reduce",
     "broadcast",
+    "multicast",
     "gather",
     "scatter",
     "all_to_all",
@@ -117,6 +118,10 @@ def random_call(shm, number, draw):
         tensor, more = filled(rank, number, nbytes), filled(rank, number + 1, 700)
         wanted = [filled(root, number, nbytes), filled(root, number + 1, 700)]
         return shm.broadcast_parts([tensor, more], root), list(zip([tensor, more], wanted, strict=True))
+    if kind == "multicast":
+        tensor, ranks = filled(rank, number, nbytes), draw.sample(range(size), draw.randint(1, size - 1))
+        wanted = filled(root, number, nbytes)
+        return shm.multicast(tensor, root, sorted({*ranks} - {root})), [(tensor, wanted)] if rank in ranks else []
     if kind == "gather":
         outputs = outputs if rank == root else []
         return shm.gather(outputs, wanted[rank], root), list(zip(outputs, wanted, strict=False))

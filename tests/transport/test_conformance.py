@@ -137,6 +137,7 @@ BEGIN = {
     "all_to_all": lambda comm, new: comm.all_to_all([copied(), new()], [copied(), new()], async_op=True),
     "broadcast": lambda comm, new: comm.broadcast(new(), 0, async_op=True),
     "broadcast_parts": lambda comm, new: comm.broadcast_parts([new(), new()], 0, async_op=True),
+    "multicast": lambda comm, new: comm.multicast(new(), 0, [1], async_op=True),
     "gather here": lambda comm, new: comm.gather([new(), new()], copied(), 0, async_op=True),
     "gather there": lambda comm, new: comm.gather([copied(), copied()], new(), 1, async_op=True),
     "reduce here": lambda comm, new: comm.reduce(new(), 0, SUM, async_op=True),

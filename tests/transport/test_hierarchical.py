@@ -1,6 +1,7 @@
 """Several hosts of several ranks, simulated: ranks with equal ``EASYDIST_HOST_ID`` share memory, the others do not."""
 
 import contextlib
+import itertools
 import os
 import weakref
 
@@ -125,6 +126,20 @@ def test_bytes_between_hosts_fall_by_the_ranks_per_host(hosts, rank):
         assert (total(flat_count.sent), total(count.sent)) == expected[name], name
         if hosts.index(hosts[rank]) != rank:
             assert count.sent == 0, name  # only the first rank of a host talks to another one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [PAIRS, MIXED])
+@distributed(world_size=4)
+def test_a_multicast_crosses_once_to_each_host_that_has_a_receiver(hosts, rank):
+    comm, count = counted(hosts, rank)
+    for root, number in itertools.product(range(4), range(1, 4)):
+        for ranks in itertools.combinations(range(4), number):
+            tensor, count.sent = torch.full((N,), float(rank)), 0
+            comm.multicast(tensor, root, ranks, async_op=False)
+            far = {hosts[one] for one in ranks} - {hosts[root]}
+            assert total(count.sent) == len(far) * 4 * N, (root, ranks)
+            assert rank not in ranks or tensor.unique().tolist() == [root]
 
 
 @distributed(world_size=4)

@@ -328,16 +328,22 @@ class Gloo(Pairwise):
         return TorchWork(self._exchange(sends, recvs, tag, len(mine)), keep=[rows])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
-        if not tensor.numel():
-            self.announce()
-            return TorchWork()
         if is_scattered(self.size, tensor.nbytes) and self._described() is None:
             chunks = tensor.split(split_sizes(tensor.numel(), self.size))
             return self._in_rounds(lambda ex: rounds.scatter_and_share(ex, self.rank, root, chunks), [tensor])
-        parent, children = tree(self.rank, self.size, root)
-        above = [] if parent is None else [(tensor, parent)]
-        tag = self._begun([(tensor, child) for child in children], above, own=self._round_tag())
-        return self._in_rounds(lambda ex: rounds.spread(ex, self.rank, self.size, root, tensor), [tensor], tag)
+        return self._spread(tensor, [*range(root, self.size), *range(root)])
+
+    def multicast(self, tensor: torch.Tensor, root: int, ranks: Sequence[int]) -> TorchWork:
+        return self._spread(tensor, [root, *ranks])
+
+    def _spread(self, tensor: torch.Tensor, path: Sequence[int]) -> TorchWork:
+        """Pass a tensor along a tree from the first rank of the path to the others."""
+        is_part = self.rank in path and tensor.numel() > 0
+        parent, children = tree(path.index(self.rank), len(path)) if is_part else (None, [])
+        above = [] if parent is None else [(tensor, path[parent])]
+        below = [(tensor, path[child]) for child in children]
+        tag = self._begun(below, above, own=self._round_tag())
+        return self._in_rounds(lambda exchange: rounds.spread(exchange, above, below), [tensor], tag)
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
         return self.all_gather_v(output.chunk(self.size) if output.numel() else [output] * self.size, data)

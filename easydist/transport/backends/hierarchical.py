@@ -90,6 +90,9 @@ class Hierarchical(Backend):
     def broadcast(self, tensor: torch.Tensor, root: int) -> Begun:
         return self._queue.begin(self._spread(tensor, root))
 
+    def multicast(self, tensor: torch.Tensor, root: int, ranks: Sequence[int]) -> Begun:
+        return self._queue.begin(self._spread_to(tensor, root, ranks))
+
     def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Begun:
         near = self._near.all_to_all_v(self._local(outputs), self._local(inputs))
         return TorchWork([near, self._direct.all_to_all_v(self._remote(outputs), self._remote(inputs))])
@@ -144,6 +147,18 @@ class Hierarchical(Backend):
             yield self._far.broadcast(tensor, home)
         if home != self._host:
             yield self._near.broadcast(tensor, 0)
+
+    def _spread_to(self, tensor: torch.Tensor, root: int, ranks: Sequence[int]) -> Iterator[Begun]:
+        """Send to the first receiver of each other host, which spreads it there: the leader may not be a receiver."""
+        home = self._host_of[root]
+        firsts = {self._host_of[rank]: rank for rank in reversed(ranks)} | {home: root}
+        far = self._direct.multicast(tensor, root, [rank for rank in firsts.values() if rank != root])
+        if home != self._host:  # otherwise both are under way at once
+            yield far
+        rest = [i for i, rank in enumerate(self._here) if rank in ranks and rank != firsts[self._host]]
+        if rest:
+            yield self._near.multicast(tensor, self._here.index(firsts[self._host]), rest)
+        yield far
 
     def _gather_all(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> Iterator[Begun]:
         """Let the leaders exchange the data of their first ranks, their second ranks, …, straight into its place."""
