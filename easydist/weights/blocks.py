@@ -8,6 +8,7 @@ share travels.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,6 +138,60 @@ def is_covered(shape: Sequence[int], blocks: Sequence[Block]) -> bool:
     if sum(block.numel for block in blocks) != math.prod(shape):
         return False
     return all(common(one, other) is None for one, other in itertools.combinations(blocks, 2))
+
+
+class Delivery(NamedTuple):
+    """A block of a tensor that goes from one rank to several at once.
+
+    Attributes:
+        root: The rank that has it.
+        ranks: The ranks that want it, ascending; ``root`` may be one of them.
+        block: The block, in coordinates of the whole tensor.
+    """
+
+    root: int
+    ranks: tuple[int, ...]
+    block: Block
+
+
+@functools.lru_cache(maxsize=64)  # the layers of a model have few layouts
+def deliveries(
+    shape: tuple[int, ...], held: tuple[tuple[int, Block], ...], wanted: tuple[tuple[int, Block], ...]
+) -> tuple[Delivery, ...]:
+    """Return the deliveries that give every rank the block it wants, and no rank anything else.
+
+    Law: the blocks of the deliveries to a rank cover the block it wants, each element once, and each is a part of its
+    root's block. A block that several ranks want travels once. Of several ranks that hold the same block, the first one
+    sends it.
+
+    Args:
+        shape: The shape of the whole tensor.
+        held: The ranks that send, and the block that each holds. Two blocks are equal or do not overlap.
+        wanted: The ranks that receive, and the block that each wants.
+
+    Raises:
+        ValueError: The held blocks do not cover the tensor.
+
+    Example:
+        >>> left, right, both = Block((0,), (2,)), Block((2,), (2,)), whole((4,))
+        >>> [one[1:] for one in deliveries((4,), ((0, both),), ((1, left), (2, right), (3, left)))]
+        [((1, 3), Block(start=(0,), shape=(2,))), ((2,), Block(start=(2,), shape=(2,)))]
+    """
+    roots: dict[Block, int] = {}
+    for rank, block in held:
+        if block.numel:
+            roots.setdefault(block, rank)
+    if not is_covered(shape, list(roots)):
+        raise ValueError(f"the blocks of ranks {[rank for rank, _ in held]} do not make up a tensor of shape {shape}")
+    boxes: dict[Block, list[int]] = {}
+    for rank, box in wanted:
+        boxes.setdefault(box, []).append(rank)
+    found: dict[tuple[int, Block], list[int]] = {}
+    for box, ranks in boxes.items():
+        for block, root in roots.items():
+            if (part := common(block, box)) is not None:
+                found.setdefault((root, part), []).extend(ranks)
+    return tuple([Delivery(root, tuple(sorted(ranks)), part) for (root, part), ranks in found.items()])
 
 
 class BlockTransfer(NamedTuple):

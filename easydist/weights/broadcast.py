@@ -63,9 +63,9 @@ def broadcast_state_dict(
     Args:
         model_or_dict: On ``src``, the module, optimizer or state dict to send. Its tensors may be ``DTensor`` (FSDP2,
             tensor parallel) or ``LocalShard``, but not in an optimizer: each rank that holds a part then sends it to
-            all, so that only the receivers hold the whole model. On other ranks, the target: a module, which may be on
-            the meta device or sharded; an optimizer of the same class, with the same parameters in the same groups; a
-            dict of tensors or their parts; None or an empty dict for new tensors.
+            those that want it, so that no source holds the whole model. On other ranks, the target: a module, which may
+            be on the meta device or sharded; an optimizer of the same class, with the same parameters in the same
+            groups; a dict of tensors or their parts; None or an empty dict for new tensors.
         src: The source, a rank inside the group. For a sharded model any rank of its mesh, or all ranks of the mesh,
             which is needed if the mesh belongs to another world than ``group``. With a group of torch, it must be the
             same rank of the world. The sources' weights do not change.
@@ -104,7 +104,9 @@ def broadcast_state_dict(
 
     Cost: two header exchanges, and a broadcast of the header if it has more than 32 KiB; then one broadcast for each
     block of 256 KiB to a quarter of ``bucket_bytes``, straight from its memory, and one for as much of all smaller
-    tensors. Several are under way at a time. ``verify`` adds a broadcast of 16 bytes per tensor and a header exchange.
+    tensors. Several are under way at a time. Blocks go only to the ranks that want them, except over NCCL; if these are
+    not the same for all blocks, that takes an all-gather of the blocks' places, more messages for small tensors, and a
+    barrier. ``verify`` adds a broadcast of 16 bytes per tensor and a header exchange.
     Preparing a state dict costs a rank 15 µs for each tensor, or 3 µs if one of the last few differed only in its
     values.
 

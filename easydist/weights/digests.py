@@ -16,7 +16,7 @@ _NBYTES = 16
 
 
 class Digests:
-    """XXH3 with 128 bits over the bytes of each entry, as each of its sources sends them.
+    """XXH3 with 128 bits over the bytes of each entry, as each of its sources sends them to the same receivers.
 
     Raises:
         ImportError: xxhash is not installed.
@@ -30,30 +30,30 @@ class Digests:
         except ImportError as error:
             raise ImportError(needs("verify=True", "xxhash", "weights")) from error
         self._new = xxh3_128
-        self._digests: dict[tuple[int, int], Any] = {}
+        self._digests: dict[tuple[int, tuple[int, ...], int], Any] = {}
 
     def update(self, packet: Packet, buffer: torch.Tensor) -> None:
-        """Add the bytes of a packet."""
+        """Add the bytes of a packet that this rank sends or receives."""
         parts = buffer.cpu().split([part.nbytes for part in packet.parts])
         for part, piece in zip(packet.parts, parts, strict=True):
-            self._digests.setdefault((packet.root, part.entry), self._new()).update(piece.numpy())
+            self._digests.setdefault((packet.root, packet.ranks, part.entry), self._new()).update(piece.numpy())
 
     def differing(self, comms: Communicators, packets: Sequence[Packet]) -> list[int]:
         """Return the entries whose bytes differ from those that their sources have sent.
 
-        Cost: one broadcast of 16 bytes per entry from each source.
+        Cost: one broadcast from each source, of 16 bytes for each entry and each of the groups of ranks that receive
+        parts of it together.
         """
         found: set[int] = set()
-        for root in sorted({packet.root for packet in packets}):
-            keys = sorted({(root, part.entry) for one in packets if one.root == root for part in one.parts})
-            mine = b"".join(self._digests[key].digest() for key in keys)
-            theirs = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        every = dict.fromkeys((one.root, one.ranks, part.entry) for one in packets for part in one.parts)
+        for root in sorted({key[0] for key in every}):
+            keys = [key for key in every if key[0] == root]
+            mine = [self._digests[key].digest() if key in self._digests else bytes(_NBYTES) for key in keys]
+            theirs = torch.frombuffer(bytearray(b"".join(mine)), dtype=torch.uint8)
             comms.control.broadcast(theirs, root, async_op=False)
-            sent = bytes(theirs.numpy())
-            rows = range(0, len(mine), _NBYTES)
-            found |= {
-                key[1] for key, at in zip(keys, rows, strict=True) if mine[at : at + _NBYTES] != sent[at : at + _NBYTES]
-            }
+            sent = [bytes(one.numpy()) for one in theirs.split(_NBYTES)]
+            pairs = zip(keys, mine, sent, strict=True)
+            found |= {key[2] for key, one, other in pairs if one != other and key in self._digests}
         return sorted(found)
 
 

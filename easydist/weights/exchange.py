@@ -101,7 +101,7 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         return state_of(given.state_dict() if isinstance(given, Optimizer) else given)
 
     def is_receiver(self, rank: int, sources: Sequence[int]) -> bool:
-        """True if a rank receives the entries."""
+        """True if a rank receives the entries; the answer about another rank counts only if that is a source."""
         return rank not in sources
 
     def notes(self) -> Mapping[str, Any]:
@@ -172,12 +172,12 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         self.begin(manifest, only)
         digests = Digests() if manifest.about["verify"] else None
         shown = self._shows_progress and comms.rank == 0
-        with progress(shown, manifest.nbytes, self.operation) as advance:
+        with progress(shown, sum(packet.nbytes for packet in packets), self.operation) as advance:
 
             def take(packet: Packet, buffer: torch.Tensor) -> None:
-                if digests is not None:
+                if digests is not None and comms.rank in (packet.root, *packet.ranks):
                     digests.update(packet, buffer)
-                if self._target is not None:
+                if self._target is not None and comms.rank in packet.ranks:
                     self._target.take(packet, buffer)
                 advance(packet.nbytes)
 
@@ -189,7 +189,7 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
             self._verify(comms, manifest, digests.differing(comms, packets))
 
     def _accept(self, comms: Communicators, encoded: bytes) -> tuple[Manifest, Set[str] | None]:
-        """Let every rank accept or refuse the entries, and report its shards; all raise if one refuses.
+        """Let every rank accept or refuse the entries, and report its blocks; all raise if one refuses.
 
         Args:
             comms: The group.
@@ -210,11 +210,11 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         if rows := {rank: one["rows"] for rank, one in every.items() if "rows" in one}:
             is_optimizer = "optimizer" in found[0].about
             raise shared(comms, DisagreementError(disagreement(self.operation, self._first, rows, is_optimizer)))
-        self._shards = {rank: one.get("shards", {}) for rank, one in every.items()}
+        self._reports = every
         return found[0], self.selected(found[0], every)
 
     def _judged(self, comms: Communicators, manifest: Manifest) -> dict[str, Any]:
-        """Return this rank's answer: the entries that do not fit, or else its blocks of sharded ones."""
+        """Return this rank's answer: the entries that do not fit, or else its blocks of entries that are not whole."""
         sources = manifest.about["sources"]
         if manifest.about["verify"]:
             Digests()
@@ -229,9 +229,11 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
             return {"rows": rows}
         if self._target is not None:
             self._target.allocate()
-            return dict(self.answer())
-        has_shards = self._source is not None and (len(sources) > 1 or self._source.shards)
-        return {"shards": self._source.shards} if self._source is not None and has_shards else {}
+            parts = self._target.parts()
+            return {**self.answer(), **({"wanted": parts} if parts else {})}
+        if self._source is None:
+            return {"wanted": None}
+        return {"held": self._source.shards} if self._source.shards else {}
 
     def _unlike(self, manifest: Manifest) -> list[Row]:
         """Return the differences between the entries of a further source and those of the first one."""
@@ -244,15 +246,20 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         return manifest.differing(read(bytes(self._source.header.numpy())))
 
     def _scheduled(self, comms: Communicators, manifest: Manifest, only: Set[str] | None) -> list[Packet]:
+        sources, reports = manifest.about["sources"], self._reports
+        held = {rank: one["held"] for rank, one in reports.items() if "held" in one}
+        # A rank that is no source, but does not receive either, has reported that it wants None.
+        others = [rank for rank in range(comms.size) if rank not in sources or self.is_receiver(rank, sources)]
+        wanted = {rank: reports.get(rank, {}).get("wanted", {}) for rank in others}
         try:
-            return manifest.packets(self._shards, only)
+            return manifest.packets(held, {rank: one for rank, one in wanted.items() if one is not None}, only)
         except ValueError as error:
             raise shared(comms, IncompleteSourcesError(f"{self.operation}: {error}")) from None
 
     def _move(self, comms: Communicators, packets: Sequence[Packet], under_way: UnderWay) -> Iterator[None]:
-        """Broadcast each packet from its source, and yield on the way; ranks that do not receive discard it.
+        """Send each packet from its source to the ranks that want it, and yield on the way.
 
-        Cost: one broadcast for each packet.
+        Cost: one multicast for each packet, and a barrier if any does not concern all ranks.
         """
         carried: dict[str, Collectives | SharedBuffers] = {}
         carried |= carriers(comms, [(packet.kind, packet.nbytes) for packet in packets])
@@ -264,18 +271,20 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
             comm = carried[packet.kind]
             under_way.admit(packet)
             buffer = self._buffer(packet, comms.rank, comm.get_device())
-            under_way.add(packet, buffer, comm.broadcast(buffer, packet.root, async_op=True))
+            under_way.add(packet, buffer, comm.multicast(buffer, packet.root, packet.ranks, async_op=True))
             yield
         under_way.finish()
         if buffers is not None:
             buffers.close()
+        elif any(len({packet.root, *packet.ranks}) < comms.size for packet in packets):
+            comms.control.barrier(async_op=False)  # all hear of a rank that fails, also if they share no packet with it
         yield
 
     def _buffer(self, packet: Packet, rank: int, there: torch.device) -> torch.Tensor:
-        """Return the bytes to send, or the memory in which they arrive."""
+        """Return the bytes to send, or the memory in which they arrive; memory that nobody touches on other ranks."""
         if self._source is not None and packet.root == rank:
             return self._source.load(packet, there)
-        if self._target is not None:
+        if self._target is not None and rank in packet.ranks:
             return self._target.buffer(packet, there)
         return torch.empty(packet.nbytes, dtype=torch.uint8, device=there)
 

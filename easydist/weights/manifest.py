@@ -10,12 +10,12 @@ from easydist.agreement.disagreement import Row
 from easydist.data.packing import type_text
 from easydist.format import header
 from easydist.format.header import Entry
-from easydist.weights.blocks import Block, is_covered, whole
+from easydist.weights.blocks import Block, deliveries, whole
 from easydist.weights.schedule import Packet, ScheduledEntry, schedule
 from easydist.weights.source import LONGEST, METADATA
 
-Shards = Mapping[int, Mapping[str, Sequence[Sequence[int]]]]
-"""The block that each source holds of each sharded entry, by rank and name."""
+Blocks = Mapping[int, Mapping[str, Sequence[Sequence[int]] | None]]
+"""By rank and name, the block of an entry that a rank holds or wants; None is nothing of it."""
 
 
 class Manifest:
@@ -48,45 +48,40 @@ class Manifest:
         self.index = {entry.name: i for i, entry in enumerate(self.entries)}
         self.is_kept = len(encoded) <= LONGEST
         self.boxes = [whole(entry.shape) for entry in self.entries]
+        self._plain: tuple[list[int], list[Packet]] | None = None
 
-    def packets(self, shards: Shards, only: Container[str] | None = None) -> list[Packet]:
-        """Return the schedule. Each block of each entry comes from the first source that holds it.
+    def packets(self, held: Blocks, wanted: Blocks, only: Container[str] | None = None) -> list[Packet]:
+        """Return the schedule. Each block of each entry goes from the first source that holds it to those that want it.
 
         Args:
-            shards: The shards of each source; an entry of which there are none comes whole from the first source.
+            held: The shards of each source; an entry of which there are none comes whole from the first source.
+            wanted: For each receiver, the entries of which it does not want all.
             only: The keys of the entries to send; None means all.
 
         Raises:
             ValueError: The sources do not hold all of an entry.
         """
-        if any(shards.values()) or only is not None:
-            return schedule(self._items(shards, only), self.about["bucket"], in_order=True)
-        return self._unsharded
+        if any(held.values()) or any(wanted.values()) or only is not None:
+            return schedule(self._items(held, wanted, only), self.about["bucket"], in_order=True)
+        plain = self._plain  # another thread may replace it
+        if plain is None or plain[0] != [*wanted]:
+            packets = schedule(self._items({}, wanted, None), self.about["bucket"], in_order=True)
+            self._plain = plain = [*wanted], packets
+        return plain[1]
 
-    @functools.cached_property
-    def _unsharded(self) -> list[Packet]:
-        return schedule(self._items({}, None), self.about["bucket"], in_order=True)
-
-    def _items(self, shards: Shards, only: Container[str] | None) -> Iterator[ScheduledEntry]:
+    def _items(self, held: Blocks, wanted: Blocks, only: Container[str] | None) -> Iterator[ScheduledEntry]:
         sources = self.about["sources"]
         for entry, kind, box in zip(self.entries, self.kinds, self.boxes, strict=True):
-            held: dict[Block, int] = {}
-            for rank in sources:
-                shard = shards.get(rank, {}).get(entry.name)
-                if shard is not None and 0 not in shard[1]:
-                    held.setdefault(Block(*map(tuple, shard)), rank)
-            if held and not is_covered(entry.shape, list(held)):
+            blocks = _of_entry(entry.name, {rank: held.get(rank, {}) for rank in sources}, None)
+            boxes = _of_entry(entry.name, wanted, box)
+            try:
+                found = deliveries(entry.shape, blocks or ((sources[0], box),), boxes)
+            except ValueError:
                 raise ValueError(
                     f"ranks {sources} together do not hold all of {entry.name}\nPass src= all ranks of its mesh, and "
                     "no others; each of them has to pass its own shards."
-                )
-            blocks = [(rank, block) for block, rank in held.items()] or [(sources[0], box)]
-            yield ScheduledEntry(entry.dtype, kind, blocks if only is None or entry.name in only else [])
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all data."""
-        return self.entries[-1].stop if self.entries else 0
+                ) from None
+            yield ScheduledEntry(entry.dtype, kind, found if only is None or entry.name in only else [])
 
     def differing(self, other: Manifest) -> list[Row]:
         """Return the entries that a further source has otherwise than this first one."""
@@ -101,6 +96,12 @@ class Manifest:
     def extra(self) -> set[str]:
         """Return the keys of tensors inside of entries that are not tensors themselves."""
         return self.index.keys() - {key for key in self.names.values() if key is not None}
+
+
+def _of_entry(name: str, blocks: Blocks, otherwise: Block | None) -> tuple[tuple[int, Block], ...]:
+    """Return the ranks that hold or want a block of an entry, and that block; ``otherwise`` if a rank names none."""
+    found = {rank: one.get(name, otherwise) for rank, one in blocks.items()}
+    return tuple([(rank, Block(*map(tuple, one))) for rank, one in found.items() if one is not None])
 
 
 def manifest(encoded: bytes) -> Manifest:

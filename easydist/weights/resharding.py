@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from easydist.errors import DisagreementError
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
-from easydist.weights.blocks import Block, BlockTransfer, block_transfers
+from easydist.weights.blocks import Block, BlockTransfer, Delivery, block_transfers
 from easydist.weights.exchange import BUCKET_NBYTES
 from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Packet, ScheduledEntry, UnderWay, schedule
@@ -90,19 +91,19 @@ class Resharding:
         self._destinations = Destinations([*self._dtypes.values()])
         for name, spans in zip(self._dtypes, self._destinations.spans, strict=True):
             spans += [wanted[name]] if name in wanted else []
-        self._packets = self._scheduled(self._comms.size)
+        self._packets = self._scheduled()
 
-    def _scheduled(self, size: int) -> list[Packet]:
+    def _scheduled(self) -> list[Packet]:
         """Return the packets in one order for all ranks. Each pair has its turn, and waits cannot form a cycle."""
         items = [
-            ScheduledEntry(dtype, "cpu", [(one.src * size + one.dst, one.block) for one in self.transfers[name]])
+            ScheduledEntry(dtype, "cpu", [Delivery(one.src, (one.dst,), one.block) for one in self.transfers[name]])
             for name, dtype in self._dtypes.items()
         ]
-        turns: dict[int, int] = {}
+        turns: Counter[tuple[int, tuple[int, ...]]] = Counter()
         order = []
         for packet in schedule(items, self._bucket_nbytes):
-            turns[packet.root] = turns.get(packet.root, 0) + 1
-            order.append((turns[packet.root], packet.root, packet))
+            turns[pair := packet[:2]] += 1
+            order.append((turns[pair], pair, packet))
         return [packet for *_, packet in sorted(order, key=lambda one: one[:2])]
 
     def run(self, *, timeout: Timeout | None = None) -> None:
@@ -253,13 +254,13 @@ class _Moving(Verb[None]):
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:
         def take(packet: Packet, buffer: torch.Tensor) -> None:
-            if packet.root % comms.size == comms.rank:
+            if comms.rank in packet.ranks:
                 self._destinations.take(packet, buffer)
 
         cpu = comms.cpu(sum(packet.nbytes for packet in self._packets))
         under_way = UnderWay(self._bucket_nbytes, take)
         for packet in self._packets:
-            src, dst = divmod(packet.root, comms.size)
+            src, (dst,) = packet.root, packet.ranks
             if comms.rank not in (src, dst):
                 continue
             under_way.admit(packet)

@@ -1,9 +1,9 @@
 """The packets of a transfer: their schedule, and those under way.
 
-The schedule is computed on every rank from the header alone, with the same result. Large blocks travel alone, so that
-they need no packing, in pieces of a fraction of the bucket. Small ones of the same source and device type share a
-packet of at most that size. A rank that hands over complete entries holds those that lack a part, so in a broadcast
-few of them do at any moment.
+The schedule is computed on every rank from the same facts, with the same result. Large blocks travel alone, so that
+they need no packing, in pieces of a fraction of the bucket. Small ones of the same source, receivers and device type
+share a packet of at most that size. A rank that hands over complete entries holds those that lack a part, so in a
+broadcast few of them do at any moment.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ import torch
 
 from easydist.transport.work import TorchWork
 from easydist.verbs.buckets import LARGE
-from easydist.weights.blocks import Block, cut
+from easydist.weights.blocks import Block, Delivery, cut
 
 SHARES = 4
 """The number of packets of the largest size that fit into the bucket and may be under way."""
 
 _DEPTH = 16
 """The most packets under way, however small they are, as gloo keeps a buffer for each."""
+
+
+_Key = tuple[int, tuple[int, ...], str]
+"""The root, the receivers and the device type of a packet."""
 
 
 class BlockPart(NamedTuple):
@@ -43,12 +47,14 @@ class Packet(NamedTuple):
 
     Attributes:
         root: The rank that sends it.
+        ranks: The ranks that receive it, ascending; ``root`` may be one of them.
         kind: The device type of its data.
         parts: The parts in the order of their bytes; item sizes never increase.
         nbytes: The bytes of all parts.
     """
 
     root: int
+    ranks: tuple[int, ...]
     kind: str
     parts: tuple[BlockPart, ...]
     nbytes: int
@@ -60,12 +66,12 @@ class ScheduledEntry(NamedTuple):
     Attributes:
         dtype: Its dtype on the wire.
         kind: The device type of its data.
-        blocks: The sending rank and the block, for each block of the entry.
+        blocks: The deliveries of its blocks.
     """
 
     dtype: torch.dtype
     kind: str
-    blocks: Sequence[tuple[int, Block]]
+    blocks: Sequence[Delivery]
 
 
 def schedule(items: Iterable[ScheduledEntry], bucket_nbytes: int, in_order: bool = False) -> list[Packet]:
@@ -75,42 +81,72 @@ def schedule(items: Iterable[ScheduledEntry], bucket_nbytes: int, in_order: bool
         items: The entries, by decreasing item size.
         bucket_nbytes: The most bytes under way; a packet has at most a quarter of them.
         in_order: True if the parts of an entry have to arrive at about the same time. Then a block travels alone if any
-            block of its entry is large, and when a packet is full, the others that wait for parts go, too.
+            block of its entry is large, and when a packet is full, the others that wait for parts go to its receivers,
+            too.
 
     Example:
         >>> from easydist.weights.blocks import whole
-        >>> items = [ScheduledEntry(torch.uint8, "cpu", [(0, whole((n,)))]) for n in (3 << 20, 5, 6)]
+        >>> every = [Delivery(0, (1,), whole((n,))) for n in (3 << 20, 5, 6)]
+        >>> items = [ScheduledEntry(torch.uint8, "cpu", [one]) for one in every]
         >>> [(m.nbytes, [part.entry for part in m.parts]) for m in schedule(items, 8 << 20)]
         [(2097152, [0]), (1048576, [0]), (11, [1, 2])]
     """
-    limit = max(1, bucket_nbytes // SHARES)
-    packets: list[Packet] = []
-    waiting: dict[tuple[int, str], list[BlockPart]] = {}
-    sizes: Counter[tuple[int, str]] = Counter()
-    total = 0
+    limit, packets, waiting = max(1, bucket_nbytes // SHARES), list[Packet](), _Waiting()
     for entry, item in enumerate(items):
-        largest = max((block.numel for _, block in item.blocks), default=0) * item.dtype.itemsize
-        for root, part in _parts(entry, item, limit):
-            key = root, item.kind
+        largest = max((one.block.numel for one in item.blocks), default=0) * item.dtype.itemsize
+        for key, part in _parts(entry, item, limit):
             if (largest if in_order else part.nbytes) >= min(LARGE, limit):
                 packets.append(Packet(*key, (part,), part.nbytes))
                 continue
-            if sizes[key] + part.nbytes > limit or (in_order and total + part.nbytes > bucket_nbytes):
-                full = [*waiting] if in_order else [key]
-                packets += [Packet(*one, tuple(waiting.pop(one)), sizes.pop(one)) for one in full]
-                total = 0
-            waiting.setdefault(key, []).append(part)
-            sizes[key] += part.nbytes
-            total += part.nbytes
-    return packets + [Packet(*key, tuple(parts), sizes[key]) for key, parts in waiting.items()]
+            is_full = waiting.nbytes[key] + part.nbytes > limit
+            if is_full or (in_order and waiting.most(key) + part.nbytes > bucket_nbytes):
+                packets += map(waiting.packet, waiting.beside(key) if in_order else [key])
+            waiting.add(key, part)
+    return [*packets, *map(waiting.packet, [*waiting.parts])]
 
 
-def _parts(entry: int, item: ScheduledEntry, limit: int) -> Iterator[tuple[int, BlockPart]]:
+class _Waiting:
+    """The parts that wait for others with which to share a packet.
+
+    Attributes:
+        parts: The parts of each packet.
+        nbytes: Their bytes.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[_Key, list[BlockPart]] = {}
+        self.nbytes: Counter[_Key] = Counter()
+        self._of_rank: Counter[int] = Counter()
+
+    def add(self, key: _Key, part: BlockPart) -> None:
+        """Let a part wait."""
+        self.parts.setdefault(key, []).append(part)
+        self.nbytes[key] += part.nbytes
+        for rank in key[1]:
+            self._of_rank[rank] += part.nbytes
+
+    def most(self, key: _Key) -> int:
+        """Return the most bytes that wait for one of the receivers of a packet."""
+        return max([self._of_rank[rank] for rank in key[1]], default=0)
+
+    def beside(self, key: _Key) -> list[_Key]:
+        """Return the packets that wait for any of the receivers of this one, itself included."""
+        return [one for one in self.parts if not {*key[1]}.isdisjoint(one[1])]
+
+    def packet(self, key: _Key) -> Packet:
+        """Return a packet of the parts that wait for it."""
+        nbytes = self.nbytes.pop(key)
+        for rank in key[1]:
+            self._of_rank[rank] -= nbytes
+        return Packet(*key, tuple(self.parts.pop(key)), nbytes)
+
+
+def _parts(entry: int, item: ScheduledEntry, limit: int) -> Iterator[tuple[_Key, BlockPart]]:
     size = item.dtype.itemsize
-    for root, block in item.blocks:
+    for root, ranks, block in item.blocks:
         if block.numel:
             for part in cut(block, max(1, limit // size)):
-                yield root, BlockPart(entry, part, part.numel * size)
+                yield (root, ranks, item.kind), BlockPart(entry, part, part.numel * size)
 
 
 class UnderWay:

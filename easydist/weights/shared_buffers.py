@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -46,7 +46,7 @@ class SharedBuffers:
         self, comms: Communicators, buffers: Mapping[int, torch.Tensor], room: int, device: torch.device
     ) -> None:
         self._comms, self._buffers, self._room, self._device = comms, dict(buffers), room, device
-        self._begun: list[tuple[int, int, torch.Tensor]] = []
+        self._begun: list[tuple[int, int, torch.Tensor]] = []  # those that this rank sends or receives
         self._filled: Counter[int] = Counter()
         self.turn = 0
 
@@ -54,11 +54,12 @@ class SharedBuffers:
         """Return the device of the data."""
         return self._device
 
-    def broadcast(self, buffer: torch.Tensor, root: int, async_op: bool = True) -> TorchWork:
-        """Send the bytes of ``root`` to all ranks, once its half is full or somebody waits for them."""
+    def multicast(self, buffer: torch.Tensor, root: int, ranks: Container[int], async_op: bool = True) -> TorchWork:
+        """Send the bytes of ``root`` to these ranks, once its half is full or somebody waits for them."""
         if self._filled[root] + buffer.numel() > self._room:
             self.deliver()
-        self._begun.append((root, self._filled[root], buffer))
+        if root == self._comms.rank or self._comms.rank in ranks:
+            self._begun.append((root, self._filled[root], buffer))
         self._filled[root] += buffer.numel()
         return TorchWork([_Delivery(self, self.turn)])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from easydist.weights.blocks import Block
 from easydist.weights.manifest import Manifest
 from easydist.weights.schedule import Packet
 from easydist.weights.spans import new
@@ -36,6 +37,10 @@ class StreamTarget(Target):
         """Make sure that there are the devices for the entries, whose memory comes later."""
         for kind in {*self._manifest.kinds}:
             new((1,), torch.uint8, kind, False)
+
+    def parts(self) -> dict[str, Block | None]:
+        """Return nothing: all of every entry arrives."""
+        return {}
 
     def buffer(self, packet: Packet, there: torch.device) -> torch.Tensor:
         """Return the memory in which a packet arrives, after allocating that of its entries."""

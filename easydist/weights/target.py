@@ -193,6 +193,21 @@ class Target:
         Leaves(written).check_writable()
         return fit
 
+    def parts(self) -> dict[str, Block | None]:
+        """Return the block to receive of each entry of which this is not all, after ``allocate``; None is nothing.
+
+        An entry that is tied on the source may arrive in different blocks here: then all of it is received.
+        """
+        found: dict[str, Block | None] = {}
+        for entry, box, spans in zip(
+            self._manifest.entries, self._manifest.boxes, self.destinations.spans, strict=True
+        ):
+            if not spans:
+                found[entry.name] = None
+            elif spans[0].box != box and all(span.box == spans[0].box for span in spans):
+                found[entry.name] = spans[0].box
+        return found
+
     def make(self, i: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate the memory of an entry."""
         device = self._manifest.kinds[i] if self._wanted.device is None else self._wanted.device

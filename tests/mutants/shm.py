@@ -18,6 +18,13 @@ MUTANTS = [
         "tests/shm/test_shm.py::test_random_calls",
     ),
     Mutant(
+        "shm/steps.py",
+        "Steps.spread",
+        "pieces if copies else []",
+        "pieces",
+        "tests/weights/test_what_travels.py::test_whole_receivers_beside_sharded_ones",
+    ),
+    Mutant(
         "shm/slots.py",
         "Pipe._put_chunk",
         "words[self._taken] >= 2",

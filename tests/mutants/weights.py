@@ -32,6 +32,41 @@ MUTANTS = [
         "tests/weights/test_blocks.py::test_shards_are_those_of_chunk",
     ),
     Mutant(
+        "weights/blocks.py",
+        "deliveries",
+        "found.setdefault((root, part), []).extend(ranks)",
+        "found[root, part] = ranks",
+        "tests/weights/test_blocks.py::test_each_rank_gets_what_it_wants_once_and_nothing_else",
+    ),
+    Mutant(
+        "weights/schedule.py",
+        "_Waiting.beside",
+        "[one for one in self.parts if not {*key[1]}.isdisjoint(one[1])]",
+        "[*self.parts]",
+        "tests/weights/test_blocks.py::test_packets_wait_for_their_own_receivers_alone",
+    ),
+    Mutant(
+        "weights/target.py",
+        "Target.parts",
+        " and all(span.box == spans[0].box for span in spans)",
+        "",
+        "tests/weights/test_what_travels.py::test_tied_on_the_source_but_in_different_blocks_here",
+    ),
+    Mutant(
+        "weights/exchange.py",
+        "BroadcastWeights._judged",
+        'return {"wanted": None}',
+        "return {}",
+        "tests/weights/test_what_travels.py::test_a_late_receiver_alone_gets_the_version",
+    ),
+    Mutant(
+        "weights/exchange.py",
+        "BroadcastWeights._move",
+        "            comms.control.barrier(async_op=False)",
+        "            pass",
+        "tests/weights/test_what_travels.py::test_a_receiver_that_fails_is_named_on_all",
+    ),
+    Mutant(
         "weights/checkpoint.py",
         "_BroadcastCheckpoint.__init__",
         "self._path, self._received = path, wanted",
@@ -47,7 +82,7 @@ MUTANTS = [
     ),
     Mutant(
         "weights/shared_buffers.py",
-        "SharedBuffers.broadcast",
+        "SharedBuffers.multicast",
         "(root, self._filled[root], buffer)",
         "(root, 0, buffer)",
         "tests/weights/test_shared_buffers.py::test_random_packets_arrive_in_their_order",
@@ -167,8 +202,8 @@ MUTANTS = [
     Mutant(
         "weights/schedule.py",
         "schedule",
-        "full = [*waiting] if in_order else [key]",
-        "full = [key]",
+        "waiting.beside(key) if in_order else [key]",
+        "[key] if key in waiting.parts else []",
         "tests/weights/test_blocks.py::test_in_order_few_entries_lack_a_part",
     ),
     Mutant(

@@ -1,6 +1,7 @@
 """The arithmetic of blocks and the schedule of messages: pure, so by property."""
 
 import math
+import operator
 from itertools import product
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from easydist.verbs.buckets import LARGE
-from easydist.weights.blocks import Block, common, cut, is_covered, shard, whole
+from easydist.weights.blocks import Block, Delivery, common, cut, deliveries, is_covered, shard, whole
 from easydist.weights.schedule import SHARES, ScheduledEntry, schedule
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -106,7 +107,8 @@ def test_a_schedule_moves_every_byte_once_in_bounded_messages(sizes, bits, halve
     """``halves``: two ranks hold one half of each entry."""
     items = []
     for dtype, n in sorted(sizes, key=lambda pair: -pair[0].itemsize):
-        parts = [(0, Block((0,), (n // 2,))), (1, Block((n // 2,), (n - n // 2,)))] if halves else [(0, whole((n,)))]
+        parts = [Delivery(0, (2,), Block((0,), (n // 2,))), Delivery(1, (2,), Block((n // 2,), (n - n // 2,)))]
+        parts = parts if halves else [Delivery(0, (2,), whole((n,)))]
         items.append(ScheduledEntry(dtype, "cpu", parts))
     messages = schedule(items, 1 << bits, in_order)
     limit = (1 << bits) // SHARES
@@ -117,25 +119,67 @@ def test_a_schedule_moves_every_byte_once_in_bounded_messages(sizes, bits, halve
         item_sizes = [items[part.entry].dtype.itemsize for part in message.parts]
         assert item_sizes == sorted(item_sizes, reverse=True)
         for part in message.parts:
-            (root,) = [r for r, block in items[part.entry].blocks if common(block, part.block) == part.block]
-            assert root == message.root
+            (one,) = [one for one in items[part.entry].blocks if common(one.block, part.block) == part.block]
+            assert one[:2] == message[:2]
             moved[part.entry].append(part.block)
     for item, found in zip(items, moved, strict=True):
         end = 0
         for block in sorted(found):
             assert block.start == (end,)
             end += block.numel
-        assert end == sum(block.numel for _, block in item.blocks)
+        assert end == sum(one.block.numel for one in item.blocks)
+
+
+@st.composite
+def transfers(draw):
+    """A shape, the blocks that ranks 0 to 2 hold, and those that some of the ranks 2 to 5 want."""
+    shape = draw(SHAPES)
+    bounds = [sorted({0, size, *draw(st.sets(st.integers(0, size), max_size=2))}) for size in shape]
+    starts, stops = product(*(cuts[:-1] for cuts in bounds)), product(*(cuts[1:] for cuts in bounds))
+    cells = [Block(a, tuple(map(operator.sub, b, a))) for a, b in zip(starts, stops, strict=True)]
+    holders = st.lists(st.integers(0, 2), min_size=1, max_size=2)
+    held = tuple([(rank, cell) for cell in cells for rank in draw(holders)])
+    some = st.tuples(*(st.tuples(*[st.sampled_from(cuts)] * 2).map(sorted) for cuts in bounds))
+    of_cells = some.map(lambda ends: Block(tuple(a for a, _ in ends), tuple(b - a for a, b in ends)))
+    wanted = {rank: draw(of_cells | blocks(shape)) for rank in draw(st.sets(st.integers(2, 5)))}
+    return shape, held, tuple(wanted.items())
+
+
+FIRST, SECOND = Block((0,), (2,)), Block((2,), (2,))
+BESIDE = (4,), ((0, FIRST), (1, SECOND)), ((2, whole((4,))), (3, FIRST))
+"""A receiver of all beside one of a half, which is all that its source has."""
+
+
+@pytest.mark.slow
+@example([BESIDE], 9, False)
+@given(st.lists(transfers(), max_size=4), st.integers(4, 9), st.booleans())
+def test_each_rank_gets_what_it_wants_once_and_nothing_else(cases, bits, in_order):
+    items = [ScheduledEntry(torch.float32, "cpu", deliveries(*case)) for case in cases]
+    packets = schedule(items, 1 << bits, in_order)
+    for entry, (shape, held, wanted) in enumerate(cases):
+        moved = [(packet, part.block) for packet in packets for part in packet.parts if part.entry == entry]
+        for rank in range(6):
+            got = [i for packet, block in moved if rank in packet.ranks for i in elements(block, shape)]
+            assert sorted(got) == sorted(elements(dict(wanted)[rank], shape) if rank in dict(wanted) else [])
+        for packet, block in moved:
+            assert packet.ranks
+            assert any(rank == packet.root and common(block, cell) == block for rank, cell in held)
+    assert all(packet.nbytes <= max(4, (1 << bits) // SHARES) for packet in packets)
+
+
+def test_a_block_of_several_sources_must_be_whole():
+    with pytest.raises(ValueError, match=r"the blocks of ranks \[0, 1\] do not make up a tensor of shape \(4,\)"):
+        deliveries((4,), ((0, Block((0,), (2,))), (1, Block((2,), (1,)))), ((2, whole((4,))),))
 
 
 def test_a_large_tensor_travels_alone_and_a_small_one_beside_others():
-    items = [ScheduledEntry(torch.uint8, "cpu", [(0, whole((n,)))]) for n in (LARGE, LARGE - 1, 1)]
+    items = [ScheduledEntry(torch.uint8, "cpu", [Delivery(0, (1,), whole((n,)))]) for n in (LARGE, LARGE - 1, 1)]
     assert [[part.entry for part in one.parts] for one in schedule(items, 64 << 20)] == [[0], [1, 2]]
 
 
 def test_in_order_few_entries_lack_a_part():
     """The second source has a hundredth of each entry, so its packets are full a hundred times less often."""
-    blocks = [(0, Block((0,), (1000,))), (1, Block((1000,), (10,)))]
+    blocks = [Delivery(0, (2,), Block((0,), (1000,))), Delivery(1, (2,), Block((1000,), (10,)))]
     items = [ScheduledEntry(torch.uint8, "cpu", blocks) for _ in range(1000)]
     begun, most = set(), 0
     for packet in schedule(items, 40_000, in_order=True):
@@ -145,7 +189,15 @@ def test_in_order_few_entries_lack_a_part():
     assert not begun
 
 
+def test_packets_wait_for_their_own_receivers_alone():
+    """Rank 0 has so much for rank 1 that its packets fill, and little for each of many others."""
+    blocks = [Delivery(0, (1,), Block((0,), (1000,)))]
+    blocks += [Delivery(0, (rank,), Block((1000 + 2 * rank,), (2,))) for rank in range(2, 50)]
+    packets = schedule([ScheduledEntry(torch.uint8, "cpu", blocks)] * 100, 40_000, in_order=True)
+    assert sorted(packet.nbytes for packet in packets) == [200] * 48 + [10_000] * 10
+
+
 def test_thousands_of_small_tensors_are_one_message():
-    items = [ScheduledEntry(torch.float32, "cpu", [(0, whole((1,)))]) for _ in range(5000)]
+    items = [ScheduledEntry(torch.float32, "cpu", [Delivery(0, (1,), whole((1,)))]) for _ in range(5000)]
     (message,) = schedule(items, 64 << 20)
     assert message.nbytes == 20_000

@@ -32,7 +32,7 @@ def waits(rank, name, when):
     """Rank 1 ends ``when`` it has been told; the others raise."""
 
     from easydist.ray import ray_broadcast_tensor_dict
-    from easydist.weights import spans, target
+    from easydist.weights import LocalShard, broadcast_state_dict, spans, target
 
     class Ends(spans.Destinations):
         def take(self, message, buffer):
@@ -45,12 +45,15 @@ def waits(rank, name, when):
     target.Destinations = Ends
     try:
         sent = {str(i): torch.ones(1 << 20) for i in range(24)}  # more than is under way at a time
+        if when == "with a half":  # of which no other rank gets anything
+            halves = {i: LocalShard(torch.empty(1 << 19), [(rank == 2) << 19], [1 << 20]) for i in sent}
+            return outcome(lambda: broadcast_state_dict(halves if rank else sent, group=easydist.ray.group(name)))
         return outcome(lambda: ray_broadcast_tensor_dict(sent if rank == 0 else None, group_name=name))
     finally:
         target.Destinations = spans.Destinations
 
 
-@pytest.mark.parametrize("when", ["in the middle", pytest.param("before", marks=pytest.mark.battery)])
+@pytest.mark.parametrize("when", ["in the middle", "with a half", pytest.param("before", marks=pytest.mark.battery)])
 def test_a_lost_actor_is_named_and_replaced(actors, when):
     (mortal,) = members(1)
     group = [actors[0], mortal, actors[1]]

@@ -24,8 +24,8 @@ def mapped(folder, rank, world_size, room):
     return {root: torch.from_file(path, shared=True, size=2 * room, dtype=torch.uint8) for root, path in paths.items()}
 
 
-def packet_of(root, nbytes, kind="cuda"):
-    return Packet(root, kind, (BlockPart(0, whole((nbytes,)), nbytes),), nbytes)
+def packet_of(root, nbytes, kind="cuda", ranks=()):
+    return Packet(root, ranks, kind, (BlockPart(0, whole((nbytes,)), nbytes),), nbytes)
 
 
 def values(number, packet):
@@ -39,7 +39,14 @@ def test_random_packets_arrive_in_their_order(rank, world_size, seed, tmp_path):
     drawn = random.Random(seed)
     for turn in range(8):
         room = drawn.choice([7, 64, 1000])
-        packets = [packet_of(drawn.randrange(world_size), drawn.randint(1, room)) for _ in range(drawn.randint(1, 40))]
+        packets = [
+            packet_of(
+                drawn.randrange(world_size),
+                drawn.randint(1, room),
+                ranks=tuple(r for r in range(world_size) if drawn.random() < 0.7),
+            )
+            for _ in range(drawn.randint(1, 40))
+        ]
         folder = tmp_path / str(turn)
         folder.mkdir(exist_ok=True)
         buffers = SharedBuffers(communicators(), mapped(folder, rank, world_size, room), room, CPU)
@@ -48,11 +55,13 @@ def test_random_packets_arrive_in_their_order(rank, world_size, seed, tmp_path):
         for number, packet in enumerate(packets):
             under_way.admit(packet)
             data = values(number, packet) if packet.root == rank else torch.zeros(packet.nbytes, dtype=torch.uint8)
-            under_way.add(packet, data, buffers.broadcast(data, packet.root))
+            under_way.add(packet, data, buffers.multicast(data, packet.root, packet.ranks))
         under_way.finish()
         buffers.close()
         assert [packet for packet, _ in arrived] == packets
-        assert all(torch.equal(data, values(i, packet)) for i, (packet, data) in enumerate(arrived)), (seed, turn)
+        for number, (packet, data) in enumerate(arrived):
+            want = values(number, packet) if rank in (packet.root, *packet.ranks) else torch.zeros_like(data)
+            assert torch.equal(data, want), (seed, turn, number)
 
 
 @pytest.mark.slow
@@ -64,7 +73,7 @@ def test_a_half_costs_one_barrier(rank, world_size, tmp_path):
     buffers = SharedBuffers(communicators(), {} if rank == 2 else shared, room, CPU)
     data = [torch.full((10,), 1 if rank == 0 else 0, dtype=torch.uint8) for _ in range(60)]
     with recorded() as begun:
-        works = [buffers.broadcast(one, 0) for one in data]
+        works = [buffers.multicast(one, 0, [1, 2]) for one in data]
         assert [work.is_completed() for work in works] == [i < 50 for i in range(60)]
         works[0].wait()
         assert len(begun) == 5

@@ -284,8 +284,8 @@ def test_all_ranks_raise_or_none(rank):
 class Damaging(Collectives):
     """A communicator on which one bit of every long message changes."""
 
-    def broadcast(self, tensor, root, async_op, *rest):
-        work = super().broadcast(tensor, root, async_op, *rest)
+    def multicast(self, tensor, root, ranks, async_op):
+        work = super().multicast(tensor, root, ranks, async_op)
         if tensor.numel() >= 4000 and tensor.dtype == torch.uint8 and self.get_rank() != root:
             work.wait()
             tensor[3999] ^= 1
