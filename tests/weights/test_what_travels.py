@@ -40,9 +40,9 @@ def received():
     def counting(owner, name, nbytes):
         inner = getattr(owner, name)
 
-        def call(*about):
+        def call(*about, **options):
             count[0] += nbytes(*about) if moves else 0
-            return inner(*about)
+            return inner(*about, **options)
 
         patch.setattr(owner, name, call)
 
