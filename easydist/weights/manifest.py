@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from easydist.agreement.disagreement import Row
@@ -13,6 +13,9 @@ from easydist.format.header import Entry
 from easydist.weights.blocks import Block, deliveries, whole
 from easydist.weights.schedule import Packet, ScheduledEntry, schedule
 from easydist.weights.source import LONGEST, METADATA
+
+_KEPT = 100_000
+"""The most parts of a schedule that is kept: some 50 MB."""
 
 Blocks = Mapping[int, Mapping[str, Sequence[Sequence[int]] | None]]
 """By rank and name, the block of an entry that a rank holds or wants; None is nothing of it."""
@@ -48,10 +51,12 @@ class Manifest:
         self.index = {entry.name: i for i, entry in enumerate(self.entries)}
         self.is_kept = len(encoded) <= LONGEST
         self.boxes = [whole(entry.shape) for entry in self.entries]
-        self._plain: tuple[list[int], list[Packet]] | None = None
+        self._scheduled: tuple[Any, list[Packet]] | None = None
 
-    def packets(self, held: Blocks, wanted: Blocks, only: Container[str] | None = None) -> list[Packet]:
+    def packets(self, held: Blocks, wanted: Blocks, only: Set[str] | None = None) -> list[Packet]:
         """Return the schedule. Each block of each entry goes from the first source that holds it to those that want it.
+
+        The last one is kept for the next version, unless it has very many parts.
 
         Args:
             held: The shards of each source; an entry of which there are none comes whole from the first source.
@@ -61,13 +66,13 @@ class Manifest:
         Raises:
             ValueError: The sources do not hold all of an entry.
         """
-        if any(held.values()) or any(wanted.values()) or only is not None:
-            return schedule(self._items(held, wanted, only), self.about["bucket"], in_order=True)
-        plain = self._plain  # another thread may replace it
-        if plain is None or plain[0] != [*wanted]:
-            packets = schedule(self._items({}, wanted, None), self.about["bucket"], in_order=True)
-            self._plain = plain = [*wanted], packets
-        return plain[1]
+        asked, last = (held, wanted, only), self._scheduled  # another thread may replace it
+        if last is not None and last[0] == asked:
+            return last[1]
+        packets = schedule(self._items(held, wanted, only), self.about["bucket"], in_order=True)
+        if sum(len(packet.parts) for packet in packets) <= _KEPT:
+            self._scheduled = asked, packets
+        return packets
 
     def _items(self, held: Blocks, wanted: Blocks, only: Container[str] | None) -> Iterator[ScheduledEntry]:
         sources = self.about["sources"]
