@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from easydist.agreement.calling import seconds
 from easydist.cluster import failures
 from easydist.cluster.connection import connect, demand_ray, disconnect, environment
 from easydist.cluster.facts import Facts
 from easydist.cluster.placement import STRATEGIES, Placement
+from easydist.cluster.worker import RankActor
 from easydist.errors import PeerLostError
 from easydist.typing import Timeout
 
@@ -23,7 +24,6 @@ class Actors:
     """One actor for each rank, in a placement group. ``start`` creates them, and asks the cluster for nothing before.
 
     Args:
-        kind: Their class, a ``worker.Actor``; it is created with its rank.
         size: The number of ranks.
         resources: The resources of each; None is one CPU.
         strategy: The placement group's.
@@ -45,7 +45,6 @@ class Actors:
 
     def __init__(
         self,
-        kind: type[Any],
         size: int,
         *,
         resources: Mapping[str, float] | None = None,
@@ -59,7 +58,7 @@ class Actors:
         self.resources: dict[str, float] = {"CPU": 1} if resources is None else dict(resources)
         _demand_possible(size, self.resources, strategy, nodes)
         demand_ray()
-        self._kind, self._size, self._strategy, self._nodes = kind, size, strategy, nodes
+        self._size, self._strategy, self._nodes = size, strategy, nodes
         self._asked_environment, self._address, self._ship = runtime_env, address, ship
         self.limit = seconds(timeout, "Ranks")
         self._by_rank = dict[int, Any]()
@@ -129,9 +128,23 @@ class Actors:
 
         assert self._placement is not None
         options = {"runtime_env": self._environment, "max_restarts": 0, **self._placement.options(rank)}
-        options["max_concurrency"] = self._kind.CONCURRENCY
-        self._by_rank[rank] = ray.remote(self._kind).options(**options).remote(rank)
+        self._by_rank[rank] = ray.remote(RankActor).options(**options).remote(rank)
         return self._by_rank[rank].facts.remote()
+
+    def beside(self, rank: int, kind: type[Any], concurrency: int) -> Any:
+        """Start another actor on the node of a rank, which takes no resources, and is not ended with these.
+
+        Args:
+            rank: The rank; the actor is created with it.
+            kind: The class of the actor.
+            concurrency: The calls that it serves at a time.
+        """
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(self.facts[rank].node, soft=False)
+        options = {"num_cpus": 0, "runtime_env": self._environment, "scheduling_strategy": there}
+        return ray.remote(kind).options(max_concurrency=concurrency, **options).remote(rank)
 
     def answers(
         self, asked: dict[Any, int], late: Callable[[], object], deadline: float = 0.0
@@ -184,6 +197,20 @@ class Actors:
             placement.remove()
         if has_connected:
             disconnect()
+
+
+class Loan(NamedTuple):
+    """The actors of ranks, while somebody else calls functions in them.
+
+    Attributes:
+        actors: The actors.
+        replace: Start those of some ranks again.
+        give_back: End the loan; the calls that have not returned are passed with their ranks.
+    """
+
+    actors: Actors
+    replace: Callable[[Sequence[int]], object]
+    give_back: Callable[[dict[Any, int]], None]
 
 
 def _demand_possible(size: int, resources: Mapping[str, float], strategy: str, nodes: int | None) -> None:

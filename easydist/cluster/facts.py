@@ -16,6 +16,7 @@ class Facts(NamedTuple):
         node: The identifier of its node of the cluster.
         address: The address of that node.
         versions: The versions that have to be equal on all nodes, by name.
+        gpus: The GPUs that it was given there, as text.
     """
 
     pid: int
@@ -23,6 +24,7 @@ class Facts(NamedTuple):
     node: str
     address: str
     versions: dict[str, str]
+    gpus: str = ""
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -74,13 +75,31 @@ def lost(rank: int, process: Facts, error: Exception) -> PeerLostError:
         process: Its process.
         error: Ray's error.
     """
-    found = re.search(r"exit code (\d+)", str(error))
-    status = int(found[1]) if found else None
+    status = status_of(error)
     what = f"{_where(process)}{_how(process.node, status, error)}"
     loss = PeerLostError(texts.lost("run", f"rank {rank}", what, advice=_remedy([rank])))
     loss.rank, loss.pid, loss.host, loss.exit_status = rank, process.pid, process.host, status
     loss.__cause__ = error
     return loss
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the exit status of the process of an actor, negative for a signal, as far as Ray knows it.
+
+    Example:
+        >>> status_of(Exception("Worker exits with an exit code 3.")), status_of(Exception("End of file."))
+        (3, None)
+        >>> status_of(Exception("Worker exits with an exit code 1. The process receives a SIGTERM."))
+        -15
+    """
+    import ray
+
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return -signal.SIGKILL
+    if "receives a SIGTERM" in str(error):  # Ray itself ends with 1 then
+        return -signal.SIGTERM
+    found = re.search(r"exit code (\d+)", str(error))
+    return int(found[1]) if found else None
 
 
 def all_lost(losses: Mapping[int, PeerLostError], failed: Mapping[int, Outcome]) -> PeerLostError:
@@ -131,10 +150,10 @@ def _end_of_node(node: str, error: BaseException) -> str | None:
 
 
 def end_of(process: Facts, error: BaseException) -> str:
-    """Return how what an actor has kept ended with it.
+    """Return how a process of an actor has ended, as far as Ray knows.
 
     Args:
-        process: The actor's process.
+        process: The process.
         error: Ray's error.
     """
     import ray
@@ -142,10 +161,11 @@ def end_of(process: Facts, error: BaseException) -> str:
     if (gone := _end_of_node(process.node, error)) is not None:
         return gone
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return "Ray killed the actor that started it, because its node ran out of memory"
+        return "killed by Ray, because its node ran out of memory"
     if isinstance(error, ray.exceptions.RayTaskError):
-        return f"the actor that started it failed: {error.cause}"
-    return "the actor that started it was killed, or crashed"
+        return str(error.cause)
+    status = status_of(error)
+    return "killed, or crashed" if status is None else texts.status_text(status)
 
 
 def unequal_versions(processes: Iterable[Facts]) -> RuntimeError | None:

@@ -9,9 +9,8 @@ from typing import Any
 
 from easydist import settings
 from easydist.cluster import failures
-from easydist.cluster.actors import Actors
+from easydist.cluster.actors import Actors, Loan
 from easydist.cluster.signals import interrupt
-from easydist.cluster.worker import RankActor
 from easydist.cluster.world import Outcome, tell_of_loss, variables
 from easydist.errors import PeerLostError
 from easydist.liveness.watchdog import interrupts_deferred
@@ -19,6 +18,11 @@ from easydist.typing import Timeout
 
 _STOPS_WITHIN = 4.0
 """Seconds within which ranks must stop after Ctrl-C."""
+
+_LENT = (
+    "a notebook runs cells on these ranks: cluster.run(fn) calls functions there, cluster.restart(ranks=[...]) "
+    "replaces ranks, and cluster.stop() gives the ranks back"
+)
 
 
 class Ranks:
@@ -74,8 +78,8 @@ class Ranks:
         self._variables = dict[int, dict[str, str]]()
         self._lost = dict[int, PeerLostError]()
         self._busy = dict[Any, int]()
+        self._is_lent = False
         self._actors = Actors(
-            RankActor,
             size,
             resources=resources,
             strategy=strategy,
@@ -86,7 +90,7 @@ class Ranks:
             timeout=timeout,
         )
         try:
-            self._start(range(size))
+            self._meet(self._start(range(size)))
         except BaseException:
             self.close()
             raise
@@ -99,16 +103,17 @@ class Ranks:
 
     # Actors and worlds.
 
-    def _start(self, ranks: Sequence[int]) -> None:
-        """Start the actors of ranks, and let all ranks enter a new world."""
+    def _start(self, ranks: Sequence[int]) -> float:
+        """Start the actors of ranks, and return the time until which the ranks may take to meet."""
         self._needs_meeting = True
+        for rank in ranks:
+            self._lost.pop(rank, None)
         try:
-            deadline = self._actors.start(ranks)
+            return self._actors.start(ranks)
         except BaseException as error:
             for rank in ranks:
                 self._lost[rank] = PeerLostError(f"run: rank {rank} was not started: {error}")
             raise
-        self._meet(deadline)
 
     def _meet(self, deadline: float) -> None:
         """Let all ranks enter a new world, whose store rank 0 serves."""
@@ -174,7 +179,8 @@ class Ranks:
                 one that had returned.
             PeerLostError: The process or the node of a rank has ended, now or before. Ranks that waited for it raised,
                 too.
-            RuntimeError: Ranks are busy, because they did not react to Ctrl-C; or these ranks are closed.
+            RuntimeError: Ranks are busy, because they did not react to Ctrl-C; or these ranks are closed, or a notebook
+                has them.
 
         Cost: one call of each actor. After a failure, the ranks also meet in a new world.
         """
@@ -222,15 +228,25 @@ class Ranks:
             raise failures.raised(failed, [self._actors.facts[rank] for rank in range(self.size)])
         return [cloudpickle.loads(outcomes[rank].value) for rank in range(self.size)]
 
+    def _demand_own(self) -> None:
+        """Check that these ranks are open, and not lent.
+
+        Raises:
+            RuntimeError: They are closed, or a notebook has them.
+        """
+        if not self._actors.is_open:
+            raise RuntimeError("these ranks are closed; make others: easydist.ray.Ranks(...)")
+        if self._is_lent:
+            raise RuntimeError(_LENT)
+
     def _demand_ready(self) -> None:
         """Check that all ranks can run a function.
 
         Raises:
             PeerLostError: Some are lost.
-            RuntimeError: Some are busy, or these ranks are closed.
+            RuntimeError: Some are busy, or these ranks are closed or lent.
         """
-        if not self._actors.is_open:
-            raise RuntimeError("these ranks are closed; make others: easydist.ray.Ranks(...)")
+        self._demand_own()
         if self._lost:
             raise failures.all_lost(self._lost, {})
         if busy := self._still_busy():
@@ -262,24 +278,36 @@ class Ranks:
 
         Raises:
             ValueError: There is no such rank.
-            RuntimeError: These ranks are closed, or others are lost or busy.
+            RuntimeError: These ranks are closed, or a notebook has them, or others are lost or busy.
             CollectiveTimeout: There are no resources for them; they stay lost.
             PeerLostError: A rank ended while it started.
         """
         again = sorted(range(self.size) if ranks is None else {*ranks})
         if unknown := [rank for rank in again if not 0 <= rank < self.size]:
             raise ValueError(f"restart: there is no {failures.named(unknown)}: there are {self.size} ranks")
-        if not self._actors.is_open:
-            self._demand_ready()
+        self._demand_own()
         if away := sorted({*self._lost, *self._still_busy()} - {*again}):
             advice = f"ranks.restart({sorted({*again, *away})})"
             raise RuntimeError(
                 f"restart: {failures.named(away)} could not join the others, being lost or busy: {advice}"
             )
-        for rank in again:
-            self._lost.pop(rank, None)
         self._busy.clear()
-        self._start(again)
+        self._meet(self._start(again))
+
+    def lend(self) -> Loan:
+        """Give the actors to a notebook; until it gives them back, ``run`` and ``restart`` are errors.
+
+        Raises:
+            PeerLostError: Some ranks are lost.
+            RuntimeError: Some are busy, or these ranks are closed or lent.
+        """
+        self._demand_ready()
+        self._is_lent = self._needs_meeting = True
+        return Loan(self._actors, self._start, self._take_back)
+
+    def _take_back(self, busy: dict[Any, int]) -> None:
+        self._is_lent, self._busy = False, busy
+        self._still_busy(_STOPS_WITHIN)
 
     def close(self) -> None:
         """End the ranks, give their resources back, and leave the cluster; one that was started for them ends."""

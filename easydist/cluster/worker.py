@@ -14,16 +14,11 @@ _SECONDS = 1800.0
 
 
 class Actor:
-    """The actor of a rank, which tells its process, and serves the store of a world.
+    """An actor of a rank, which tells its process, and serves the store of a world.
 
     Args:
         rank: The rank.
-
-    Attributes:
-        CONCURRENCY: The calls that it serves at a time; with one, they run in its main thread.
     """
-
-    CONCURRENCY = 1
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -36,10 +31,9 @@ class Actor:
         """Return the facts about this process."""
         import ray
 
-        context = ray.get_runtime_context()
-        return Facts(
-            os.getpid(), socket.gethostname(), context.get_node_id(), ray.util.get_node_ip_address(), versions()
-        )
+        node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        gpus = ", ".join(map(str, ray.get_gpu_ids()))
+        return Facts(os.getpid(), socket.gethostname(), node, address, versions(), gpus)
 
     def serve(self) -> int:
         """Serve the store of the next world, and return its port."""
@@ -54,7 +48,7 @@ class Actor:
 
 
 class RankActor(Actor):
-    """The actor in which a rank runs.
+    """The actor in which a rank runs. It serves one call at a time, in its main thread.
 
     Args:
         rank: The rank.

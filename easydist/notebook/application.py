@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import linecache
 import os
@@ -20,7 +21,7 @@ from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core.error import StdinNotImplementedError
 
 from easydist.liveness.watchdog import interrupting
-from easydist.notebook.process import ACT, META, VALUE
+from easydist.notebook.connection import ACT, META, VALUE
 
 _CANNOT_ASK = (
     "ranks cannot ask; ask in a cell of the notebook itself, and give the answer to all ranks: "
@@ -116,6 +117,8 @@ class _Kernel(IPythonKernel):
 
     def act(self, meta: dict[str, Any]) -> Any:
         """Perform the action of a request without source."""
+        if meta["action"] == "leave":
+            return self.io_loop.add_callback(self.io_loop.stop)
         buffers = self.get_parent("shell").get("buffers", [])
         return self.own_rank.act(meta, buffers, self.publish)
 
@@ -172,6 +175,28 @@ def start(connection_file: str, folder: str) -> Any:
     app.config.HistoryAccessor.enabled = False
     app.initialize([])
     return app
+
+
+@contextlib.contextmanager
+def started(connection_file: str, folder: str) -> Iterator[Any]:
+    """Start the kernel as ``start`` does, and end it after the block: the process goes on with its own streams."""
+    streams, main = (sys.stdout, sys.stderr), sys.modules["__main__"]
+    asyncio.set_event_loop(loop := asyncio.new_event_loop())
+    app = start(connection_file, folder)
+    try:
+        yield app
+    finally:
+        captured, (sys.stdout, sys.stderr) = (sys.stdout, sys.stderr), streams
+        for stream in captured:
+            stream.close()  # it gives the file descriptor back
+        atexit.unregister(app.close)
+        app.close()
+        sys.stdout, sys.stderr = streams
+        sys.modules["__main__"] = main
+        for kind in (_Shell, _Kernel, _Application):
+            kind.clear_instance()
+        asyncio.set_event_loop(None)
+        loop.close()
 
 
 def _cut_causes(error: BaseException) -> None:

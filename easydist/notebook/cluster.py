@@ -351,7 +351,7 @@ class Cluster:
         atexit.unregister(self.stop)
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
-            rank.kill()
+            rank.release()
         for rank in ranks:
             rank.close()
         if not self._is_stopped:

@@ -1,16 +1,15 @@
-"""The actor on a node of a Ray cluster that keeps the kernel of a rank: starts it, and carries its messages."""
+"""The actor beside that of a rank on Ray: it carries the messages of the rank's kernel, its page and its memory."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
+import tempfile
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from easydist.cluster.facts import interface, session_folder
+from easydist.cluster.facts import session_folder
 from easydist.cluster.worker import Actor
 from easydist.liveness.page import PageEntry
 from easydist.notebook.rank import Usage
@@ -24,18 +23,12 @@ class Told(NamedTuple):
         entries: Its groups, and its state in each.
         usage: What its process uses.
         now: The time there, on the clock of the entries.
-        has_ended: True if its process has ended, and all its messages are told.
-        status: The exit status of the process.
-        end: How it has ended.
     """
 
     messages: list[dict[str, Any]]
     entries: list[PageEntry]
     usage: Usage
     now: float
-    has_ended: bool
-    status: int | None
-    end: str
 
 
 class Keeper(Actor):
@@ -43,6 +36,9 @@ class Keeper(Actor):
 
     Args:
         rank: The rank.
+
+    Attributes:
+        CONCURRENCY: The calls that it serves at a time.
     """
 
     CONCURRENCY = 6
@@ -52,31 +48,29 @@ class Keeper(Actor):
         self._requests: deque[tuple[Any, ...]] = deque()
         self._wakes, self._wake = os.pipe()
 
-    def begin(self, size: int, meeting: dict[str, Any]) -> tuple[int, str]:
-        """Start the kernel of this rank, and return its pid and its GPUs.
+    def begin(self, pid: int) -> dict[str, str]:
+        """Prepare the connection to the kernel, and return those arguments of ``kernel.attend`` that describe it.
 
         Args:
-            size: The number of ranks.
-            meeting: The first meeting that it joins.
+            pid: The process of the rank, which will have the kernel.
         """
-        import ray
-
         from easydist.notebook.cluster import demand_extra
 
         demand_extra()
         import zmq
 
-        from easydist.notebook.machine import Machine
+        from easydist.notebook.connection import Connection
+        from easydist.notebook.machine import private_folder
+        from easydist.notebook.process import SeenProcess
 
-        # The key of the job may be among them, which the arguments of a process would show.
-        variables = {**_environment(), **meeting.pop("variables")}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray starts its processes with it blocked
-        self._machine = Machine(size, session_folder())  # when Ray ends the kernel, nobody removes what it leaves
-        (self._process,) = self._machine.begin({self._rank: meeting}, variables)
+        # Of Ray's session: if Ray ends the rank, nobody removes it.
+        folder = private_folder(session_folder() or tempfile.gettempdir())
+        self._seen = SeenProcess(pid)
+        self._connection = Connection(folder / str(self._rank), zmq.Context())
         self._poller = zmq.Poller()
-        for connection in (self._wakes, *self._process.connections):
+        for connection in (self._wakes, *self._connection.sockets):
             self._poller.register(connection, zmq.POLLIN)
-        return self._process.pid, ", ".join(map(str, ray.get_gpu_ids()))
+        return {"folder": str(folder), "connection_file": self._connection.file}
 
     def post(self, *request: Any) -> None:
         """Send a request to the kernel: arguments of ``RankHandle.post``."""
@@ -93,37 +87,13 @@ class Keeper(Actor):
         if self._wakes in dict(self._poller.poll(1000 * seconds)):
             os.read(self._wakes, 1 << 12)
         while self._requests:
-            self._process.post(*self._requests.popleft())
-        process, has_ended = self._process, self._process.has_ended
-        messages = [_short(message) for message in process.arrived(drops)]
-        is_last = has_ended and not process.has_messages
-        end = process.end() if is_last else ""
-        return Told(messages, process.entries(), process.usage(), time.monotonic(), is_last, process.status(), end)
+            self._connection.post(*self._requests.popleft())
+        messages = [_short(message) for message in self._connection.arrived(drops)]
+        return Told(messages, self._seen.entries(), self._seen.usage(), time.monotonic())
 
     def interrupt(self) -> None:
         """Interrupt the cell."""
-        self._process.interrupt()
-
-    def kill(self) -> None:
-        """End the kernel and everything that it has started, and remove its folder."""
-        self._process.kill()
-        shutil.rmtree(self._machine.folder, ignore_errors=True)
-
-    def log(self) -> str:
-        """Return the end of the kernel's log."""
-        return self._process.log()
-
-
-def _environment() -> dict[str, str]:
-    """Return the variables of a kernel on this node: where it finds easydist, and the interface for gloo, if known."""
-    import ray
-
-    package = str(Path(__file__).parents[2])  # the rest of the path follows when the kernel has begun
-    name = interface(ray.util.get_node_ip_address()) or ""
-    return {
-        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", name),
-    }
+        self._seen.send_signal(signal.SIGINT)
 
 
 def _short(message: dict[str, Any]) -> dict[str, Any]:

@@ -48,19 +48,52 @@ def main() -> None:
     settings = json.loads(sys.argv.pop())  # cells find no arguments
     watch(settings["lifeline"], settings["parent"], settings["folder"])
     sys.path[:] = settings["path"]
-    sys.modules["tqdm.autonotebook"] = _BarsAsText("tqdm.autonotebook")
     from easydist.notebook.application import start  # after the path is set
 
     app = start(settings["connection_file"], settings["folder"])
-    from easydist.notebook.own_rank import OwnRank  # loads torch, while the notebook connects
-
-    own_rank = OwnRank(settings["rank"], settings["size"], settings["folder"], app.shell.user_ns)
-    own_rank.join(**settings["meeting"])
-    app.shell.user_ns_hidden.update(app.shell.user_ns)
-    app.kernel.own_rank = own_rank
+    _join(app, settings["rank"], settings["size"], settings["folder"], settings["meeting"])
     gc.freeze()
     gc.enable()
     app.start()
+
+
+def _join(app: Any, rank: int, size: int, folder: str, meeting: dict[str, Any]) -> None:
+    from easydist.notebook.own_rank import OwnRank  # loads torch, while the notebook connects
+
+    sys.modules["tqdm.autonotebook"] = _BarsAsText("tqdm.autonotebook")
+    own_rank = OwnRank(rank, size, folder, app.shell.user_ns)
+    own_rank.join(**meeting)
+    app.shell.user_ns_hidden.update(app.shell.user_ns)
+    app.kernel.own_rank = own_rank
+
+
+def attend(rank: int, size: int, meeting: dict[str, Any], folder: str, connection_file: str) -> None:
+    """Run the kernel in this process, which is a rank on Ray already, until the notebook lets it go.
+
+    Args:
+        rank: The rank.
+        size: The number of ranks.
+        meeting: The first meeting that it joins.
+        folder: The folder of the kernel, which is removed at the end.
+        connection_file: The file with the addresses to listen at.
+    """
+    import ray
+
+    from easydist.cluster.world import enter
+
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    from easydist.notebook.application import started
+
+    del sys.argv[1:]  # cells find no arguments
+    if os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)  # an interrupt reaches the programs that cells run, too, and nothing else
+    enter(meeting["variables"], ray.util.get_node_ip_address())
+    try:
+        with started(connection_file, folder) as app:
+            _join(app, rank, size, folder, meeting)
+            app.start()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _BarsAsText(types.ModuleType):

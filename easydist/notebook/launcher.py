@@ -9,26 +9,31 @@ from typing import TYPE_CHECKING, Any, Literal
 from easydist.notebook.cluster import Cluster, demand_extra
 
 if TYPE_CHECKING:
+    from easydist.cluster.ranks import Ranks
     from easydist.notebook.rank import Place
 
 _current: list[Cluster] = []
 
 
-def start(n: int | None = None, *, on: Literal["ray"] | None = None, **options: Any) -> Cluster:
+def start(n: int | None = None, *, on: Literal["ray"] | Ranks | None = None, **options: Any) -> Cluster:
     """Start ranks on this machine or on a Ray cluster, and the magics ``%%ranks``, ``%push`` and ``%pull``.
 
     A process has one cluster, so the previous one is stopped.
 
     Args:
-        n: The number of ranks; None: the number of GPUs of this machine, else 2.
-        on: ``"ray"``: the ranks are on the nodes of a Ray cluster; None: on this machine.
+        n: The number of ranks; None: the number of GPUs of this machine, else 2; or that of the ranks in ``on``.
+        on: ``"ray"``: the ranks are on the nodes of a Ray cluster; None: on this machine. Existing ``Ranks``: cells run
+            in their processes, whose modules and variables they see, until the cluster is stopped. The ranks then go
+            on; meanwhile their ``run`` and ``restart`` are errors.
         **options: Keyword arguments of ``easydist.ray.Ranks``, such as ``resources={"GPU": 1}``, for ranks on Ray.
 
     Raises:
         ImportError: Packages of the extra ``notebook`` are missing, or Ray is.
-        ValueError: ``n`` is less than 1, or there is no such place.
+        ValueError: ``n`` is less than 1, or not the number of the existing ranks, or there is no such place.
+        TypeError: There are options for ranks that exist, or are on this machine.
+        PeerLostError: One of the existing ranks is lost.
         CollectiveTimeout: The Ray cluster has not enough resources.
-        RuntimeError: A rank did not start; the text contains its output.
+        RuntimeError: A rank did not start; the text contains its output. Or the existing ranks are busy or closed.
 
     Example:
         >>> import easydist.notebook
@@ -36,20 +41,13 @@ def start(n: int | None = None, *, on: Literal["ray"] | None = None, **options: 
         ...     cluster.execute("easydist.gather(torch.ones(1) * rank)")
         rank 0: tensor([0.])
     """
-    size = _default_size() if n is None else n
-    if size < 1:
+    if n is not None and n < 1:
         raise ValueError(f"a cluster needs at least one rank, got n={n}")
-    if on not in (None, "ray"):
-        raise ValueError(f'start: on={on!r} is no place for ranks: on="ray", or None for this machine')
-    if options and on is None:
-        raise TypeError(f'start: {", ".join(options)} need on="ray"')
-    if on is not None and n is None:
-        raise ValueError('start: on="ray" needs the number of ranks')
-    place = None if on is None else _place(size, options)
+    size, place = _on_this_machine(n, options) if on is None else _on_ray(n, on, options)
     if (before := _running()) is not None:
         print(f"the {before.size} ranks that ran before are stopped")
         before.stop()
-    _current[:] = [cluster := Cluster(size, place=place)]
+    _current[:] = [cluster := Cluster(size, place=place())]
     with contextlib.suppress(ImportError):  # a plain program can work without IPython
         from easydist.notebook.magics import register
 
@@ -57,11 +55,32 @@ def start(n: int | None = None, *, on: Literal["ray"] | None = None, **options: 
     return cluster
 
 
-def _place(size: int, options: dict[str, Any]) -> Place:
+def _on_this_machine(n: int | None, options: dict[str, Any]) -> tuple[int, Callable[[], None]]:
+    """Return the number of ranks, and a function that returns None for this machine."""
+    if options:
+        raise TypeError(f'start: {", ".join(options)} need on="ray"')
+    return _default_size() if n is None else n, lambda: None
+
+
+def _on_ray(n: int | None, on: object, options: dict[str, Any]) -> tuple[int, Callable[[], Place]]:
+    """Return the number of ranks, and a function that makes their place, once the ranks before are stopped."""
     demand_extra()
+    from easydist.cluster.actors import Actors
+    from easydist.cluster.ranks import Ranks
     from easydist.notebook.on_ray import OnRay
 
-    return OnRay(size, **options)
+    if isinstance(on, Ranks):
+        if n not in (None, on.size):
+            raise ValueError(f"start: on= has {on.size} ranks, got n={n}")
+        if options:
+            raise TypeError(f"start: {', '.join(options)} cannot be changed: the ranks of on= exist")
+        return on.size, lambda: OnRay(on, is_owner=False)
+    if on != "ray":
+        raise ValueError(f'start: on={on!r} is no place for ranks: on="ray", existing Ranks, or None for this machine')
+    if n is None:
+        raise ValueError('start: on="ray" needs the number of ranks')
+    Actors(n, **options)  # raises for what no cluster can do
+    return n, lambda: OnRay(Ranks(n, **options), is_owner=True)
 
 
 def _running() -> Cluster | None:

@@ -22,12 +22,11 @@ class Machine:
 
     Args:
         size: The number of ranks.
-        parent: The folder for theirs; None: the system's for temporary files.
     """
 
-    def __init__(self, size: int, parent: str | None = None) -> None:
+    def __init__(self, size: int) -> None:
         read_end, self._write_end = os.pipe()
-        self._home = Home(size, _private_folder(parent or tempfile.gettempdir()), read_end, free_port(), zmq.Context())
+        self._home = Home(size, private_folder(tempfile.gettempdir()), read_end, free_port(), zmq.Context())
 
     @property
     def folder(self) -> Path:
@@ -38,17 +37,10 @@ class Machine:
         """Return what each rank needs for a meeting: they meet in a file of their folder."""
         return {rank: {"epoch": epoch} for rank in range(self._home.size)}
 
-    def begin(
-        self, meetings: Mapping[int, dict[str, Any]], variables: Mapping[str, str] | None = None
-    ) -> Iterator[RankProcess]:
-        """Start the processes of ranks.
-
-        Args:
-            meetings: The first meeting that each joins, by rank.
-            variables: Variables in place of those of ranks on one machine.
-        """
+    def begin(self, meetings: Mapping[int, dict[str, Any]]) -> Iterator[RankProcess]:
+        """Start the processes of ranks, each for the meeting that it joins."""
         for rank, meeting in meetings.items():
-            yield RankProcess(rank, meeting, self._home, variables or {})
+            yield RankProcess(rank, meeting, self._home)
 
     def close(self) -> None:
         """End what is left of the ranks, and remove their folder."""
@@ -58,7 +50,7 @@ class Machine:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _private_folder(parent: str) -> Path:
+def private_folder(parent: str) -> Path:
     """Create a folder that only this user can open, with a path short enough for sockets."""
     is_short = len(os.fsencode(parent)) < _LONGEST_FOLDER
     return Path(tempfile.mkdtemp(prefix="easydist-", dir=parent if is_short else "/tmp"))

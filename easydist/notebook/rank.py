@@ -134,12 +134,12 @@ class RankHandle(ABC):
         """
 
     @abstractmethod
-    def kill(self) -> None:
-        """End the process and everything that it has started."""
+    def release(self) -> None:
+        """End the process and everything that it has started; if it belongs to its place, only leave it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Kill the process, and wait for its end."""
+        """Release the process, and wait until that is done."""
 
     @abstractmethod
     def log(self) -> str:

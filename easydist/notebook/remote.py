@@ -1,4 +1,4 @@
-"""A rank on a node of a Ray cluster, by way of the actor that keeps its kernel."""
+"""A rank on a node of a Ray cluster, by way of the actor beside it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from easydist.cluster import failures
 from easydist.cluster.facts import Facts
 from easydist.liveness.page import PageEntry
+from easydist.notebook.connection import DRAIN, LARGE
 from easydist.notebook.keeper import Told
-from easydist.notebook.process import DRAIN, LARGE
 from easydist.notebook.rank import RankHandle, Usage
 
 _EVERY = 0.25
@@ -26,29 +26,31 @@ _OLD = 1.0
 _ANSWERS = 5.0
 """Seconds within which a node answers."""
 
+_LEAVE: tuple[Any, ...] = "", "", {"action": "leave"}, []
+"""The request after which a kernel ends."""
+
 
 class RemoteRank(RankHandle):
     """A rank on a node of a Ray cluster.
 
     Args:
         rank: Its number.
-        keeper: The actor that keeps its kernel.
-        facts: The process of the actor.
-        pid: The pid of its own process.
-        gpus: The GPUs that it was given.
+        keeper: The actor beside it.
+        facts: Its process.
+        kernel: The call in which its kernel runs: a reference of an ``Outcome``.
     """
 
     settles = 1.5 * _OLD
 
-    def __init__(self, rank: int, keeper: Any, facts: Facts, pid: int, gpus: str) -> None:
-        super().__init__(rank, pid, facts.host)
-        self.node, self.gpus = facts.address, gpus
-        self._keeper, self._facts = keeper, facts
+    def __init__(self, rank: int, keeper: Any, facts: Facts, kernel: Any) -> None:
+        super().__init__(rank, facts.pid, facts.host)
+        self.node, self.gpus = facts.address, facts.gpus
+        self._keeper, self._facts, self._kernel = keeper, facts, kernel
         self._messages: deque[dict[str, Any]] = deque()
         self._told: Told | None = None
         self._told_at = self._offset = 0.0
-        self._loss = ""
-        self._killed: Any = None
+        self._loss = self._trace = ""
+        self._status: int | None = None
         self._drops = self._is_closed = False
         self._ends = [*os.pipe()]
         self._wakes, self._wake = self._ends
@@ -58,21 +60,32 @@ class RemoteRank(RankHandle):
         self._thread.start()
 
     def _listen(self) -> None:
-        """Hear the news of the rank until it is closed, or its actor has ended."""
+        """Hear the news of the rank until it is released, or its kernel has ended."""
         import ray
 
         try:
-            while not self._is_closed:
-                self._hear()
+            while not self._is_closed and not self._hears_all():
+                pass
+            if self._is_closed:
+                self._hear()  # which carries the last request
+            else:
+                outcome = ray.get(self._kernel)
+                self._loss, self._trace = outcome.raised or "its kernel has ended", outcome.traceback
         except BaseException as error:  # Ray raises SystemExit in threads when its connection ends
             loss = "Ray has no connection to it any more"
             with contextlib.suppress(Exception):
                 if ray.is_initialized():  # otherwise a question would start a cluster
-                    loss = failures.end_of(self._facts, error)
+                    loss, self._status = failures.end_of(self._facts, error), failures.status_of(error)
             self._loss = loss
         self._notify()
 
-    def _hear(self) -> None:
+    def _hears_all(self) -> bool:
+        """Hear the news; True if the kernel had ended before, and nothing has come since."""
+        has_ended = bool(self._ray().wait([self._kernel], timeout=0)[0])
+        return not self._hear() and has_ended
+
+    def _hear(self) -> bool:
+        """Hear the news; True if there were messages."""
         import ray
 
         asked_at = time.monotonic()
@@ -82,9 +95,10 @@ class RemoteRank(RankHandle):
         self._told, self._told_at = told, asked_at
         if told.messages:
             self._notify()
+        return bool(told.messages)
 
-    def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of the actor.
+    def _ray(self) -> Any:
+        """Return Ray's module.
 
         Raises:
             ConnectionError: Ray is not connected; a call would start a cluster of its own.
@@ -93,6 +107,11 @@ class RemoteRank(RankHandle):
 
         if not ray.is_initialized():
             raise ConnectionError(f"Ray is not connected to the node of rank {self.rank} any more")
+        return ray
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call a method of the actor beside the rank."""
+        self._ray()
         return getattr(self._keeper, method).remote(*args)
 
     def _notify(self) -> None:
@@ -133,14 +152,12 @@ class RemoteRank(RankHandle):
 
     @property
     def has_ended(self) -> bool:
-        return bool(self._loss) or self._is_closed or (self._told is not None and self._told.has_ended)
+        return bool(self._loss) or self._is_closed
 
     def status(self) -> int | None:
-        return None if self._told is None else self._told.status
+        return self._status
 
     def end(self) -> str:
-        if self._told is not None and self._told.has_ended:
-            return self._told.end
         return "stopped" if self._is_closed else self._loss
 
     def interrupt(self) -> None:
@@ -148,20 +165,16 @@ class RemoteRank(RankHandle):
             if not self.has_ended:
                 self._call("interrupt")
 
-    def kill(self) -> None:
-        self._is_closed = True
+    def release(self) -> None:
+        if self._is_closed:
+            return
         with contextlib.suppress(Exception):  # Ray has ended the rank with its own connection
-            self._killed = self._killed or self._call("kill")
+            self.interrupt()
+            self._call("post", *_LEAVE)
+        self._is_closed = True
 
     def close(self) -> None:
-        import ray
-
-        self.kill()
-        if ray.is_initialized():  # otherwise these would start a cluster
-            with contextlib.suppress(Exception):
-                ray.wait([self._killed], timeout=_ANSWERS)
-            with contextlib.suppress(Exception):
-                ray.kill(self._keeper)
+        self.release()
         self._thread.join(_ANSWERS)
         if not self._thread.is_alive():  # which might write to what has the same number then
             for end in self._ends:
@@ -169,8 +182,4 @@ class RemoteRank(RankHandle):
             self._ends = []
 
     def log(self) -> str:
-        import ray
-
-        with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
-            return str(ray.get(self._call("log"), timeout=_ANSWERS))
-        return ""
+        return self._trace
