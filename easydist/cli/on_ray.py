@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from easydist import settings
+from easydist.cli.survivor import shell_status
 from easydist.cluster import output, script
 from easydist.cluster.connection import connect, disconnect, is_here
 from easydist.cluster.ranks import Ranks
@@ -23,7 +24,7 @@ def launch(args: argparse.Namespace) -> int:
         args: The parsed arguments.
 
     Returns:
-        0, the exit status of the rank that failed first, or 130 after Ctrl-C.
+        0, the exit status of the rank that failed first, 1 if Ray does not know it, or 130 after Ctrl-C.
 
     Raises:
         click.UsageError: The script is not one of Python.
@@ -67,6 +68,6 @@ def _run(args: argparse.Namespace) -> int:
 def _status(error: RemoteError | PeerLostError) -> int:
     """Return the exit status of the rank that failed first."""
     if isinstance(error, PeerLostError):
-        return 1 if error.exit_status is None else error.exit_status % 256
+        return 1 if error.exit_status is None else shell_status(error.exit_status)
     code = error.__cause__.code if isinstance(error.__cause__, SystemExit) else 1
     return code % 256 if isinstance(code, int) else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -27,6 +28,7 @@ def main(sink: str, folder: str, is_module: bool, name: str, arguments: Sequence
         os.chdir(folder)
     sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(name)))
     sys.argv = [name, *arguments]
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # Ray's own handler exits with 1
     with sent(sink, int(os.environ["RANK"])):
         try:
             if is_module:

@@ -33,6 +33,7 @@ easydist.wait_for_everyone()
 """
 EXITS = "import os, sys\nsys.exit(3 * int(os.environ['RANK']))"
 KILLED = "import os, easydist\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\neasydist.wait_for_everyone()"
+TERMINATED = KILLED.replace("9)", "15)")
 WAITS = "import os, time\nprint('pid', os.getpid())\ntime.sleep(1000)"
 
 
@@ -79,7 +80,15 @@ def test_a_module_may_fail_on_one_rank(cluster, tmp_path):
     assert "variables" not in err
 
 
-@pytest.mark.parametrize(("text", "status"), [(EXITS, 3), pytest.param(KILLED, 1, marks=pytest.mark.battery)])
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (EXITS, 3),
+        pytest.param(KILLED, 1, marks=pytest.mark.battery),  # Ray does not tell the signal
+        pytest.param(TERMINATED, 128 + signal.SIGTERM, marks=pytest.mark.battery),
+    ],
+    ids=["exits", "killed", "terminated"],
+)
 def test_the_status_is_that_of_the_rank_that_failed(cluster, tmp_path, text, status):
     script(tmp_path, text)
     _, err = run(cluster, tmp_path, 2, "script.py", status=status)

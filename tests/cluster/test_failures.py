@@ -55,3 +55,10 @@ def test_nodes_with_other_versions_are_named():
         "  10.0.0.1: Python 3.9, torch none",
         "Install the same versions there, or let Ray do so: runtime_env={'pip': [...]}",
     ]
+
+
+def test_the_exit_status_is_what_ray_tells():
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+    assert failures.status_of(ray.exceptions.OutOfMemoryError("the node was running low on memory")) == -9
+    assert failures.status_of(ray.exceptions.RayError("Worker exits with an exit code 3.")) == 3
+    assert failures.status_of(ray.exceptions.RayError("connection error code 2. End of file.")) is None
