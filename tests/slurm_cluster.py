@@ -42,7 +42,10 @@ ReturnToService=2
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=2 MaxTime=INFINITE State=UP
 """
 
 

@@ -31,6 +31,11 @@ _ENDED = re.compile(
 )
 _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 _ABORTED = "srun: Job step aborted"
+_CUT_OFF = re.compile(rb"slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ DUE TO (TIME LIMIT|PREEMPTION)")
+_WHY = {
+    b"TIME LIMIT": "the job has reached its time limit",
+    b"PREEMPTION": "a job of higher priority has preempted theirs",
+}
 
 
 def launch(args: argparse.Namespace, command: Sequence[str]) -> int:
@@ -134,10 +139,12 @@ def _run(command: Sequence[str], threads: int) -> tuple[int, float]:
         click.echo(f"easydist run: ended by {signal.Signals(got[0]).name}", err=True)
         return 128 + got[0], math.inf
     own = status if status >= 0 else 128 - status
-    if own and (first := next((one for one in ended if one.report), None)) is not None:
-        click.echo(f"\n{first.report}", err=True)
-        return first.status or own, sum(one.ranks for one in ended)
-    return own, math.inf if own else 0
+    first = max((one for one in ended if one.report), key=lambda one: one.ranks == math.inf, default=None)
+    if first is None or not (own or first.ranks == math.inf):
+        return own, math.inf if own else 0
+    click.echo(f"\n{first.report}", err=True)
+    # srun returns 0 if SLURM had to kill the ranks after a SIGTERM that they ignored.
+    return first.status or own or 128 + signal.SIGTERM, sum(one.ranks for one in ended)
 
 
 def _started(command: Sequence[str], threads: int) -> subprocess.Popen[bytes]:
@@ -185,12 +192,24 @@ def _show(pipe: IO[bytes] | None, to: TextIO, ended: list[_Failure]) -> None:
             to.write(text)
         else:
             rank, piece = label[1], line[label.end() :]
+            ended += filter(None, [_cut_off(piece)])
             begun[rank] = begun.get(rank, b"") + (piece[:_LONGEST] if len(piece) > _LONGEST else piece)
             if len(piece) <= _LONGEST:
                 to.write(f"[rank {rank.decode()}] {begun.pop(rank).decode(errors='replace')}")
         to.flush()
     for rank, rest in begun.items():
         to.write(f"[rank {rank.decode()}] {rest.decode(errors='replace')}\n")
+
+
+def _cut_off(line: bytes) -> _Failure | None:
+    """Return the failure of a step that SLURM has ended, if a line of its daemon says why.
+
+    Example:
+        >>> _cut_off(b"slurmstepd-n1: error: *** STEP 3.0 ON n1 CANCELLED AT 2026-11-28T14:19:43 DUE TO TIME LIMIT ***")
+        _Failure(report='SLURM ended the ranks: the job has reached its time limit.', status=None, ranks=inf)
+    """
+    found = _CUT_OFF.match(line)
+    return None if found is None else _Failure(f"SLURM ended the ranks: {_WHY[found[1]]}.", None, math.inf)
 
 
 def _failure(line: str) -> _Failure | None:

@@ -266,6 +266,23 @@ def test_survivors_of_a_lost_node_go_on(slurm, script, tmp_path):
     assert out.count("left [0, 1]") == 2
 
 
+@pytest.mark.parametrize("why", ["the job has reached its time limit", "a job of higher priority has preempted theirs"])
+def test_the_end_of_a_job_is_told(slurm, script, tmp_path, why):
+    """SLURM sends SIGTERM, which these ranks ignore, and then SIGKILL."""
+    script("import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\nimport time\ntime.sleep(1000)")
+    command = ["-m", "easydist", "run", "--on", "slurm", "-n", "2", "-N", "2", "--slurm=--exclusive --time=5"]
+    process = launching.start(sys.executable, *command, "script.py", env=slurm.env, cwd=tmp_path)
+    assert sorted(process.stdout.readline() for _ in range(2)) == ["[rank 0] ready\n", "[rank 1] ready\n"]
+    if "limit" in why:
+        job = slurm.run("squeue", "-h", "-o", "%i").stdout.strip()
+        assert slurm.run("scontrol", "update", f"jobid={job}", "timelimit=0").returncode == 0
+    else:
+        assert slurm.run("srun", "--partition=urgent", "-N2", "--exclusive", "true").returncode == 0
+    ((_, err),) = launching.finished(process)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.splitlines()[-1] == f"SLURM ended the ranks: {why}."
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signals_end_the_step(slurm, script, tmp_path, number):
     """Also a SIGKILL, and ranks that ignore the signals."""
