@@ -45,6 +45,9 @@ class _Compiler(XCachingCompiler):
 class _Shell(ZMQInteractiveShell):
     """A shell that can be interrupted only in the user's code, and shows only that code."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options | {"compiler_class": _Compiler})  # ipykernel 6 asks no kernel for it
+
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> Any:
         self.kernel.is_interruptible = True
         try:
@@ -70,7 +73,6 @@ class _Kernel(IPythonKernel):
     """A kernel that takes the cell's number from the notebook, and accepts requests that carry bytes."""
 
     shell_class = _Shell
-    compiler_class = _Compiler
     is_interruptible = False
     own_rank: Any = None
 
