@@ -3,6 +3,7 @@ from __future__ import annotations
 import doctest
 import re
 from importlib.metadata import version as installed_version
+from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -25,11 +26,16 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"easydist {release}"
 html_static_path = ["_static"]
+html_css_files = ["blocks.css"]
+html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 html_favicon = "_static/favicon.svg"
 html_theme_options = {"light_logo": "logo-light.svg", "dark_logo": "logo-dark.svg", "sidebar_hide_name": True}
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+
+# Without the class in front, the names of methods fit into the contents of the page.
+toc_object_entries_show_parents = "hide"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
