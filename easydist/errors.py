@@ -1,21 +1,21 @@
 """The errors that concern more than one process, as one tree.
 
     EasydistError
-    ├── DisagreementError                  ranks called different operations, or with trees that do not match
-    │   ├── UnequalError                   values differ that ``assert_equal`` compares; an AssertionError as well
+    ├── DisagreementError                  the operations or trees of the ranks do not match
+    │   ├── UnequalError                   values differ in ``assert_equal``; an AssertionError
     │   └── comms.CommDisagreement         the same in an operation of a communicator
-    ├── RemoteError                        another rank failed or ended with an exception; the text contains its error
+    ├── RemoteError                        another rank raised; the text contains its error
     │   ├── comms.CommRemoteError          the same in an operation of a communicator
     │   ├── comms.objcol.RemoteFault       the same in an object collective of a communicator
     │   └── notebook.CellError             a cell failed on a rank
-    ├── PeerLostError                      a rank's process ended, or it left the group, while others waited for it
+    ├── PeerLostError                      a process ended or left while others waited for it
     │   ├── comms.CommPeerLost             the same in an operation of a communicator
     │   └── notebook.RankLostError         the process of a notebook's rank ended
-    ├── CollectiveTimeout                  some ranks did not come in time; the text lists them, and all last calls
+    ├── CollectiveTimeout                  some ranks did not come in time; it lists them
     │   └── comms.CommTimeout              the same in an operation of a communicator
-    ├── LeftOutError                       the others have recovered the group without this rank
+    ├── LeftOutError                       the others recovered the group without this rank
     │   └── comms.CommLeftOut              the same for a communicator
-    ├── OverlappingCallError               another thread of this process is in a call of the group
+    ├── OverlappingCallError               another thread of this process is in a call
     ├── WireError                          bytes that are not a valid message
     └── UnsafeObjectError                  decoding met a global that is not allow-listed
         └── comms.objcol.WeightsOnlyError  the same in an object collective of a communicator

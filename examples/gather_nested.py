@@ -15,7 +15,7 @@ rank = state.process_index
 
 results = {
     "loss": torch.tensor(0.5 + rank),
-    "scores": [torch.full((1 + rank, 2), float(rank))],  # of different lengths on the ranks
+    "scores": [torch.full((1 + rank, 2), float(rank))],  # lengths differ between ranks
     "correct": 3,
 }
 everything = easydist.gather(results)
@@ -23,5 +23,6 @@ total = easydist.reduce(results["correct"], "sum")
 names = easydist.gather_object([f"sample-{rank}"])
 
 state.print(f"{state.num_processes} rank(s), names {names}, correct {total}")
-for path, value in zip(easydist.tree.flatten(everything)[1].paths, easydist.tree.leaves(everything), strict=True):
+leaves, spec = easydist.tree.flatten(everything)
+for path, value in zip(spec.paths, leaves, strict=True):
     state.print(path, value.tolist())

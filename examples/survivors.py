@@ -35,8 +35,10 @@ def main() -> None:
     collector = MetricCollector(len(SAMPLES))
     while len(left := missing(collector)):
         indices = left[state.process_index :: state.num_processes][:BATCH]
-        collector.update(indices, prediction=predict(SAMPLES[indices]), label=SAMPLES[indices] ** 2)
-        if state.num_processes == 3 and state.process_index == 1 and len(collector) == 3 * BATCH:
+        samples = SAMPLES[indices]
+        collector.update(indices, prediction=predict(samples), label=samples**2)
+        is_victim = state.num_processes == 3 and state.process_index == 1
+        if is_victim and len(collector) == 3 * BATCH:
             os.kill(os.getpid(), signal.SIGKILL)
     columns = collector.compute(dst=0)
     if columns is not None:

@@ -12,10 +12,12 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 import easydist
 from easydist import metrics
+from easydist.metrics import DistributedLoader
 
 
 def data() -> tuple[Dataset, Dataset]:
@@ -26,7 +28,7 @@ def data() -> tuple[Dataset, Dataset]:
     return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: metrics.DistributedLoader) -> float:
+def train(model: nn.Module, optimizer: Optimizer, loader: DistributedLoader) -> float:
     """Train for one epoch; return the mean loss over all samples of all ranks."""
     device = easydist.ProcessState().device
     total = metrics.WeightedMean()
@@ -41,7 +43,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: metrics.Di
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: metrics.DistributedLoader) -> float:
+def evaluate(model: nn.Module, loader: DistributedLoader) -> float:
     """Return the accuracy over all held-out samples, each of which counts once."""
     device = easydist.ProcessState().device
     sums = metrics.Sums()
@@ -56,14 +58,18 @@ def main(folder: str, epochs: str) -> None:
     state = easydist.ProcessState()  # a GPU for each rank if there are GPUs, else the CPU
     easydist.set_seed(0)
     training, held_out = data()
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(state.device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model.to(state.device)
+    optimizer = Adam(model.parameters(), lr=3e-3)
     # The step of all ranks together has 64 samples, whatever their number.
-    loader = metrics.distributed_loader(training, 64 // state.num_processes, shuffle=True, drop_last=True)
+    share = 64 // state.num_processes
+    loader = metrics.distributed_loader(training, share, shuffle=True, drop_last=True)
 
     path = Path(folder) / "checkpoint.safetensors"
-    if easydist.broadcast_object_list([path.exists()])[0]:  # rank 0 decides: other hosts may see another disk
-        found = easydist.broadcast_object_list([easydist.load(path) if state.is_main_process else None])[0]
+    # Rank 0 decides: other hosts may see another disk.
+    if easydist.broadcast_object_list([path.exists()])[0]:
+        found = easydist.load(path) if state.is_main_process else None
+        found = easydist.broadcast_object_list([found])[0]
         model.load_state_dict(found["model"])
         optimizer.load_state_dict(found["optimizer"])
         loader.load_state_dict(found["loader"])
@@ -74,9 +80,9 @@ def main(folder: str, epochs: str) -> None:
         accuracy = evaluate(model, metrics.distributed_loader(held_out, 64))
         state.print(f"epoch {epoch + 1}: loss {loss:.3f}, accuracy {accuracy:.3f}")
         if state.is_main_process:  # also the place for wandb.log(…) or a SummaryWriter
-            progress = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
+            parts = {"model": model, "optimizer": optimizer, "loader": loader}
             path.parent.mkdir(parents=True, exist_ok=True)
-            easydist.save(progress, path)
+            easydist.save({name: part.state_dict() for name, part in parts.items()}, path)
         easydist.wait_for_everyone()
 
 
