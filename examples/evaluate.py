@@ -91,7 +91,7 @@ def main() -> None:
         collector.update(indices, **predict(model, indices, images, labels))
     outputs = collector.compute()
 
-    state.print(f"{state.num_processes} ranks, {easydist.gather(len(collector)).tolist()} images each")
+    state.print(f"images on each rank: {easydist.gather(len(collector)).tolist()}")
     state.print(summarize(outputs))
     if state.is_main_process:
         alone = predict(model, torch.arange(len(test)), *test.tensors)

@@ -121,10 +121,10 @@ def test_training_goes_on_from_a_checkpoint_on_another_number_of_ranks(tmp_path)
 def test_evaluate_gives_the_same_on_any_number_of_ranks():
     printed = [default_pool().run(evaluate, count)[0].splitlines() for count in (1, 2, 3, 4)]
     assert [lines[0] for lines in printed] == [
-        "1 ranks, [599] images each",
-        "2 ranks, [300, 299] images each",
-        "3 ranks, [200, 200, 199] images each",
-        "4 ranks, [150, 150, 150, 149] images each",
+        "images on each rank: [599]",
+        "images on each rank: [300, 299]",
+        "images on each rank: [200, 200, 199]",
+        "images on each rank: [150, 150, 150, 149]",
     ]
     assert printed[0][1:] == printed[1][1:] == printed[2][1:] == printed[3][1:]
     assert printed[0][-1] == "equal to the single-process run, to the last digit"
