@@ -105,8 +105,8 @@ def bounds(world_size: int, rows: list[BenchRow]) -> Iterator[Bound]:
         yield Bound(f"{name}, beside {peer}", ratio, _COPIES if peer == "memcpy" else least)
 
 
-def report(world_size: int, rows: list[BenchRow]) -> None:
-    """Print the table of one world size, from rank 0's times, and its bounds."""
+def table(world_size: int, rows: list[BenchRow]) -> None:
+    """Print the table of one world size, from rank 0's times."""
     print(f"\n{world_size} ranks, {os.cpu_count()} cores")
     print(f"{'':42}{'easydist':>12}{'peer':>12}   peer / easydist: median (min to max)")
     for name, peer, rounds in rows:
@@ -116,7 +116,6 @@ def report(world_size: int, rows: list[BenchRow]) -> None:
         print(
             f"{name:42}{ours * 1e6:9.0f} µs{theirs * 1e6:9.0f} µs   {statistics.median(ratios):6.1f} ({spread}) {peer}"
         )
-    show(bounds(world_size, rows))
 
 
 def main() -> None:
@@ -128,7 +127,9 @@ def main() -> None:
     options = parser.parse_args()
     with Pool(timeout=600) as pool:
         for world_size in options.ranks:
-            report(world_size, pool.run(measure, world_size, seconds=options.seconds, only=options.only)[0])
+            rows = pool.run(measure, world_size, seconds=options.seconds, only=options.only)[0]
+            table(world_size, rows)
+            show(bounds(world_size, rows))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from bounds import Bound, show
 from curves import axes_for_both_themes, save
-from nested import report
+from nested import table
 
 import easydist
 from easydist.agreement.frames import FOLDED_FROM
@@ -60,6 +61,15 @@ def _reduced(data: torch.Tensor) -> torch.Tensor:
 def measure(rank: int, world_size: int, seconds: float, only: str) -> list[BenchRow]:
     """Return the times of (ours, theirs) in several rounds, on this rank."""
     return measured(rank, world_size, seconds, only, lambda: works(world_size))
+
+
+def bounds(rows: list[BenchRow]) -> Iterator[Bound]:
+    """Yield the bounds of one table: a call takes no longer than gloo's and a round of headers, which gloo lacks."""
+    headers = [our for name, _, rounds in rows if name == "wait_for_everyone" for our, _ in rounds]
+    for name, peer, rounds in rows if headers else []:
+        if name != "wait_for_everyone":
+            ratios = [(their + statistics.median(headers)) / our for our, their in rounds]
+            yield Bound(f"{name}, beside {peer} and a round of headers", statistics.median(ratios), 1.0)
 
 
 class Link(NamedTuple):
@@ -191,7 +201,8 @@ def main() -> None:
     with Pool(timeout=600) as pool:
         for size in options.ranks:
             tables[size] = pool.run(measure, size, seconds=options.seconds, only=options.only)[0]
-            report(size, tables[size])
+            table(size, tables[size])
+            show(bounds(tables[size]))
     model(Link(), _HOSTS)
     if options.draw is not None:
         draw(tables, Link(), options.draw)
