@@ -1,14 +1,11 @@
 """Tests of the resources that ranks leave behind, and of two hosts that are network namespaces with a link."""
 
-import contextlib
 import json
-import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import launching
+import namespaces
 import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -105,43 +102,13 @@ HOSTS = ["named/verbs", "flat/verbs", "shared/verbs", "containers/verbs", *VANIS
 HOSTS += [f"{case}-{victim}" for case, victim in KILLED]
 HOSTS += launching.sampled(["named/queue-2", "named/blink-3", "adopted/verbs"], 3)
 HOSTS += ["named/cut-3"]  # the last one, since it cuts the link
-LINK = f"ed{os.getpid()}"
-
-
-@contextlib.contextmanager
-def host():
-    """Start a process with its own network, process table and mounts, which end with it. It ends with this process."""
-    command = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", "echo; exec cat"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        try:
-            if not process.stdout.readline():
-                pytest.skip(f"no namespaces here: {process.stderr.read().decode().strip()}")
-            yield process.pid
-        finally:
-            process.kill()
-
-
-def link(pids):
-    """Connect two hosts."""
-    first, second = ("netns", str(pids[0])), ("netns", str(pids[1]))
-    steps = [["ip", "link", "add", LINK, *first, "type", "veth", "peer", "name", LINK, *second]]
-    for number, pid in enumerate(pids, 1):
-        inside = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip"]
-        steps += [[*inside, "addr", "add", f"10.77.0.{number}/24", "dev", LINK]]
-        steps += [[*inside, "link", "set", name, "up"] for name in ("lo", LINK)]
-    for step in steps:
-        if (done := subprocess.run(step, capture_output=True, text=True, check=False)).returncode:
-            pytest.skip(f"no links between namespaces here: {done.stderr.strip()}")
 
 
 @pytest.fixture(scope="module")
 def on_two_hosts():
     """Return for each case the outcomes of its ranks, in order, and their exit statuses, host by host."""
-    if os.geteuid() or not all(map(shutil.which, ("ip", "nsenter", "unshare"))):
-        pytest.skip("network namespaces need root, ip, nsenter and unshare")
-    with host() as first, host() as second:
-        link([first, second])
-        rows = run("hosts.py", LINK, first, second, *HOSTS)
+    with namespaces.hosts(2) as pids:
+        rows = run("hosts.py", namespaces.LINK, *pids, *HOSTS)
     found = {case: ({}, {}) for case in HOSTS}
     for row in rows:
         by_rank, statuses = found[row["case"]]

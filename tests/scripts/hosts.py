@@ -25,6 +25,7 @@ import torch.distributed as dist
 from forking import statuses
 from launching import within
 from loss import DEADLINE, others_wait
+from namespaces import address
 
 import easydist
 from easydist import EasydistError, PeerLostError, ProcessState
@@ -32,7 +33,6 @@ from easydist.comms import new_comm
 from easydist.liveness import keepalive
 from easydist.queue import MessageQueue
 
-ADDRESSES = "10.77.0.1", "10.77.0.2"
 PER_HOST = 2
 UNREACHABLE_AFTER = within(3)
 NOTICED_AT = 17_000
@@ -271,7 +271,7 @@ def launch(number, case, link, pids):
         os.write(1, (json.dumps({"case": case, "host": host, "statuses": ended}) + "\n").encode())
         return True
     rank = PER_HOST * host + local
-    world = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": 29500 + number, "WORLD_SIZE": size}
+    world = {"MASTER_ADDR": address(1), "MASTER_PORT": 29500 + number, "WORLD_SIZE": size}
     world |= {"RANK": rank, "LOCAL_RANK": local, "GLOO_SOCKET_IFNAME": link, "EASYDIST_SHM": int(kind != "flat")}
     world |= {"EASYDIST_HOST_ID": f"host {host}"} if kind == "named" else {}
     keepalive.AFTER = UNREACHABLE_AFTER  # it is read when the module is loaded, before the fork
