@@ -49,7 +49,7 @@ def _run(args: argparse.Namespace) -> int:
     size, cpus = int(args.nproc_per_node), 1.0 if args.cpus_per_rank is None else args.cpus_per_rank
     has_connected = connect(None, size * cpus)
     try:
-        folder, here = os.getcwd(), is_here()
+        folder, here = os.getcwd(), is_here(args.nodes or 1)
         name = args.training_script if args.module else os.path.relpath(args.training_script)
         if not here and not args.module and name.startswith(os.pardir + os.sep):
             raise ValueError(f"{name} is not in the working directory {folder}, which the nodes get")

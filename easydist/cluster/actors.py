@@ -96,8 +96,8 @@ class Actors:
             self._has_connected = connect(self._address, self._size * self.resources.get("CPU", 0))
         deadline = time.monotonic() + self.limit
         if self._placement is None:
-            self._environment = environment(self._asked_environment, self._ship)
             self._placement = Placement(self._size, self.resources, self._strategy, self.limit, self._nodes)
+            self._environment = environment(self._asked_environment, self._ship)  # nodes may have joined meanwhile
         for rank in ranks:
             self.end(rank)
         try:

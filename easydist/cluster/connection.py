@@ -76,11 +76,16 @@ def environment(runtime_env: dict[str, Any] | None, ship: bool | None) -> dict[s
     return _uploaded(env) if {"py_modules", "working_dir"} & env.keys() else env
 
 
-def is_here() -> bool:
-    """True if all nodes are this machine."""
+def is_here(nodes: int = 1) -> bool:
+    """True if all nodes are this machine.
+
+    Args:
+        nodes: The number of nodes that are needed; others have to join if there are fewer.
+    """
     import ray
 
-    return all(node["NodeManagerHostname"] == socket.gethostname() for node in ray.nodes() if node["Alive"])
+    hosts = [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]]
+    return len(hosts) >= nodes and {*hosts} <= {socket.gethostname()}
 
 
 def _uploaded(env: dict[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def test_ctrl_c_ends_all_ranks(cluster, tmp_path):
 
 
 def test_a_script_that_the_nodes_do_not_get_is_refused(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(on_ray, "is_here", lambda: False)
+    monkeypatch.setattr(on_ray, "is_here", lambda nodes: False)
     script(tmp_path, SAYS)
     (inner := tmp_path / "inner").mkdir()
     monkeypatch.chdir(inner)
