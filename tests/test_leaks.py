@@ -138,7 +138,8 @@ def crossed(rows, verb):
 @pytest.mark.parametrize("verb", ["gather", "broadcast"])
 def test_bytes_over_the_link(verb, on_two_hosts):
     flat, *others = [crossed(on_two_hosts[f"{k}/verbs"][0], verb) for k in ("flat", "named", "containers", "shared")]
-    assert flat > 3 * (8 << 20)
+    # Each of two ranks on the other host gets all data of two ranks; that of one comes in parts, from all four.
+    assert flat > {"gather": 4, "broadcast": 2}[verb] * (8 << 20)
     assert max(others[:2]) < (1 / 2 + 0.2) * flat
     assert others[2] < 0.01 * flat
 
