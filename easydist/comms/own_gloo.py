@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from easydist.base.gloo_sends import end_wait
+from easydist.base.gloo_threads import run_after_ranks
 from easydist.liveness import keepalive
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
@@ -45,6 +46,7 @@ class OwnGloo(Gloo):
         self.sync_signals: Callable[[], None] = ranks.sync_signals
         self._ranks, self.is_near = ranks, ranks.sees
         ranks.disconnect, ranks.waits_in_memory = self.disconnect, False
+        run_after_ranks(sum(rank == self.rank or ranks.sees(rank) for rank in range(self.size)))
         self._lost = set[dist.Work]()
         watchdog().add(self)
         watchdog().look_regularly(self._end_lost)

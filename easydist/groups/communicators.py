@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, Store
 from easydist import memory
 from easydist.base import torch_groups
 from easydist.base.forks import NOT_A_RANK
+from easydist.base.gloo_threads import run_after_ranks
 from easydist.data.packing import Packed, Packing
 from easydist.errors import EasydistError
 from easydist.groups.connecting import gloo_beside
@@ -286,6 +287,8 @@ class Communicators:
         self._waits_in_cpp = isinstance(self.control.backend, Gloo | Hierarchical)
         self._is_recorded = self._is_recorded or first.conclude()
         self.monitor.is_awaited, self.has_met = False, True
+        if self.control is self._first and self.hosts is not None:
+            run_after_ranks(self.hosts.count(host_id()))
 
     def _use(self, control: Collectives) -> None:
         """Use this communicator for control, and have its waits monitored."""
