@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from bounds import Bound, show
-from curves import axes_for_both_themes, save
+from curves import INK, axes_for_both_themes, save
 from nested import table
 
 import easydist
@@ -182,7 +182,9 @@ def draw(tables: dict[int, list[BenchRow]], link: Link, output: Path) -> None:
             left.loglog([*found], times, line, color=color, label=label if index == 0 or color == "tab:green" else None)
     for label, way in HEADERS.items():
         right.loglog(_HOSTS, [way(count).over(link) for count in _HOSTS], label=label)
-    right.loglog(_HOSTS, [chosen(count).over(link) for count in _HOSTS], "k.", label="easydist")
+    right.loglog(_HOSTS, [chosen(count).over(link) for count in _HOSTS], ".", color=INK, label="easydist")
+    left.set_xticks([*tables], [str(size) for size in tables], minor=False)
+    left.minorticks_off()
     left.set(xlabel=f"ranks on {os.cpu_count()} cores, measured", ylabel="time of one call")
     right.set(xlabel="hosts, computed", ylabel="time of a header")
     save(figure, (left, right), output)

@@ -9,12 +9,14 @@ import functools
 from typing import NamedTuple
 
 DOUBLING_FROM = 8
-"""The number of ranks from which ``doubling`` is faster than messages to all others at once: on 8 ranks it takes 1.1 to
-1.2 times as long, on 16 ranks 0.75, on 32 ranks 0.4."""
+"""The number of ranks from which ``doubling`` is faster than messages to all others at once: on 6 ranks it takes 0.7
+times as long, but between hosts, where a round costs more than a message, 1.2 times. On 8 ranks it takes 0.5 times as
+long, on 32 ranks 0.2."""
 
-_DOUBLED = 1 << 17
-"""The most bytes of a rank that ``doubling`` may move: each byte is copied twice more. With 64 KB on 32 ranks it takes
-0.3 times as long as messages to all, with 1 MB 1.15."""
+_DOUBLED, _DOUBLED_EACH = 1 << 17, 1 << 12
+"""The most bytes of a rank that ``doubling`` may move, and the same for each rank of the group: every byte is copied
+twice more, and some messages become so long that a thread has to wait for them. With 64 KB on 8 ranks it takes 1.7
+times as long as messages to all, on 16 ranks 0.5, on 32 ranks 0.4; with 1 MB on 32 ranks 1.15."""
 
 _SCATTERED_FROM, _SCATTERED = 4, 1 << 20
 """The number of ranks, and the bytes for each of them, from which a broadcast is scattered first. Its source then sends
@@ -75,7 +77,7 @@ def is_doubled(size: int, nbytes: int) -> bool:
         size: The number of ranks.
         nbytes: The bytes of all ranks together.
     """
-    return size >= DOUBLING_FROM and nbytes <= size * _DOUBLED
+    return size >= DOUBLING_FROM and nbytes <= size * min(_DOUBLED, size * _DOUBLED_EACH)
 
 
 def is_scattered(size: int, nbytes: int) -> bool:

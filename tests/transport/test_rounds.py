@@ -242,7 +242,7 @@ def test_scatter_and_share(size):
 def many():
     """As between many ranks: the schedules that are for them are chosen for a few."""
     before = vars(schedules).copy()
-    vars(schedules).update(DOUBLING_FROM=2, _SCATTERED_FROM=2, _SCATTERED=16)
+    vars(schedules).update(DOUBLING_FROM=2, _DOUBLED_EACH=1 << 17, _SCATTERED_FROM=2, _SCATTERED=16)
     try:
         yield
     finally:
