@@ -23,7 +23,7 @@ def run_after_ranks(ranks: int) -> None:
     """
     if not hasattr(os, "SCHED_BATCH") or 2 * ranks <= len(os.sched_getaffinity(0)):
         return
-    for thread in _TASKS.iterdir():
+    for thread in _TASKS.iterdir() if _TASKS.exists() else ():
         with contextlib.suppress(OSError):  # it may have ended
             if (thread / "comm").read_text().strip() == _NAME:
                 os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
