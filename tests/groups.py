@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import easydist
 from easydist import ProcessState, memory
+from easydist.transport import schedules
 
 BACKENDS = pytest.mark.parametrize("backend", ["shm", "gloo"])
 TREE = {"large": torch.ones(300_000), "small": [torch.ones(1000) for _ in range(30)], "whole": torch.arange(9000)}
@@ -23,6 +24,20 @@ def made(way, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASYDIST_SHM", str(int(way == "shm")))
         yield dist.new_group(**options)
+
+
+@contextlib.contextmanager
+def many():
+    """Choose the schedules of many ranks for a few."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "DOUBLING_FROM": 2,
+            "_DOUBLED_EACH": 1 << 17,
+            "_SCATTERED_FROM": 2,
+            "_SCATTERED": 16,
+        }.items():
+            patch.setattr(schedules, name, value)
+        yield
 
 
 def check_works(group, backend):

@@ -21,7 +21,7 @@ def run_after_ranks(ranks: int) -> None:
     Args:
         ranks: The ranks of this host that exchange messages with one another.
     """
-    if not hasattr(os, "SCHED_BATCH") or 2 * ranks <= len(os.sched_getaffinity(0)):
+    if ranks < 2 or not hasattr(os, "SCHED_BATCH") or 2 * ranks <= len(os.sched_getaffinity(0)):
         return
     for thread in _TASKS.iterdir() if _TASKS.exists() else ():
         with contextlib.suppress(OSError):  # it may have ended

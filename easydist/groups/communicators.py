@@ -287,8 +287,8 @@ class Communicators:
         self._waits_in_cpp = isinstance(self.control.backend, Gloo | Hierarchical)
         self._is_recorded = self._is_recorded or first.conclude()
         self.monitor.is_awaited, self.has_met = False, True
-        if self.control is self._first and self.hosts is not None:
-            run_after_ranks(self.hosts.count(host_id()))
+        if (ids := self.hosts) is not None:  # the first rank of each group that shares memory exchanges messages
+            run_after_ranks([ids[ranks[0]] for ranks in self._hosts].count(host_id()))
 
     def _use(self, control: Collectives) -> None:
         """Use this communicator for control, and have its waits monitored."""

@@ -25,7 +25,7 @@ from easydist.transport.checked import (
     split,
 )
 from easydist.transport.reductions import Reductions
-from easydist.transport.work import Begun, TorchWork
+from easydist.transport.work import TorchWork
 from easydist.typing import T
 
 _TIME_LIMIT = timedelta(minutes=10)
@@ -364,13 +364,8 @@ class Collectives(Reductions):
         name, rank = "multicast", self.checks.rank("root", root)
         others = sorted({self.checks.rank("ranks", one) for one in ranks} - {rank})
         staging, (target,), _ = self.checks.moved(name, [tensor])
-
-        def begin() -> Begun:
-            if len(others) == self.get_size() - 1:
-                return self._backend.broadcast(target, rank)
-            return self._backend.multicast(target, rank, others)
-
-        return self._run(name, begin, async_op, hints, timeout, staging, (target, rank, None))
+        begin, about = (lambda: self._backend.multicast(target, rank, others)), (target, rank, None)
+        return self._run(name, begin, async_op, hints, timeout, staging, about)
 
     def gather(
         self,

@@ -5,8 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import easydist
+from easydist.comms import new_comm
 from easydist.testing import distributed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has batch threads")
@@ -20,6 +22,17 @@ def policies():
             if "gloo_tcp_loop" in (thread / "comm").read_text():
                 found[thread.name] = os.sched_getscheduler(int(thread.name))
     return found
+
+
+@distributed(world_size=2)
+def test_so_do_those_of_communicators_over_gloo(rank):
+    before = policies().keys()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda pid: range(3))
+        comm = new_comm("gloo", torch.device("cpu"), "batch")
+    after = policies()
+    assert {after[thread] for thread in after.keys() - before} == {os.SCHED_BATCH}
+    comm.finalize()
 
 
 @pytest.mark.parametrize(("shares_memory", "cores", "is_batch"), [("0", 3, True), ("0", 4, False), ("1", 3, False)])

@@ -90,8 +90,8 @@ MUTANTS = [
     Mutant(
         "transport/backends/hierarchical.py",
         "Hierarchical._reduce",
-        "average(total, self.size)",
-        "average(total, len(parts))",
+        "average(wide, self.size)",
+        "average(wide, self._far.size)",
         "tests/transport/test_hierarchical.py::test_battery[two_and_one-3]",
     ),
     Mutant(

@@ -8,10 +8,12 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from groups import many
 from launching import sampled
 
 import easydist
 from easydist import CollectiveTimeout, DisagreementError, EasydistError
+from easydist.agreement import frames
 from easydist.comms import Gloo, ReduceOp, TorchComm, of_comm
 from easydist.messages.channels import Channel
 from easydist.shm.segment import Segment
@@ -68,6 +70,7 @@ class Counting:
 
     def __init__(self, group, hosts):
         self.sent, self._group, self._hosts = 0, group, hosts
+        self.lengths = []
 
     def __getattr__(self, name):
         return getattr(self._group, name)
@@ -75,6 +78,7 @@ class Counting:
     def send(self, tensors, dst, tag):
         if self._hosts[dst] != self._hosts[self.rank()]:
             self.sent += sum(tensor.nbytes for tensor in tensors)
+            self.lengths += [tensor.nbytes for tensor in tensors]
         return self._group.send(tensors, dst, tag)
 
 
@@ -167,6 +171,47 @@ def test_reductions_have_the_same_bits_everywhere(hosts, rank, world_size):
     mine = every[rank].clone()
     comm.all_reduce(mine, ReduceOp.SUM, async_op=False)
     assert torch.equal(mine, sum(of_hosts))  # host by host
+
+
+@distributed(world_size=4)
+def test_small_reductions_cross_once_between_hosts(rank):
+    comm, count = counted(PAIRS, rank)
+    for op, numel in (ReduceOp.SUM, 10), (ReduceOp.AVG, 10), (ReduceOp.MAX, 1000), (ReduceOp.SUM, 100_000):
+        count.sent, count.lengths = 0, []
+        mine = torch.full((numel,), rank + 1.0)
+        comm.all_reduce(mine, op, async_op=False)
+        want = {ReduceOp.SUM: 10, ReduceOp.AVG: 2.5, ReduceOp.MAX: 4}[op]
+        assert mine.unique().tolist() == [want]
+        # A leader sends all of its host's result, or half of it and the total of the other half.
+        assert count.sent == (0 if rank % 2 else mine.nbytes)
+        assert len(count.lengths) == (0 if rank % 2 else 2 if numel == 100_000 else 1)
+
+
+def results(rank, group=None):
+    """Return the results of some calls as text."""
+    large = torch.full((70_000,), rank)
+    tree = {"small": torch.arange(3) + rank, "large": large, "n": rank}
+    calls = [
+        easydist.gather(tree, group=group),
+        easydist.reduce(tree, "sum", group=group),
+        easydist.broadcast({"large": large.clone()}, from_process=3, group=group),
+        easydist.gather_object("x" * rank, group=group),
+    ]
+    return [repr(result) for result in calls]
+
+
+@pytest.mark.slow
+@distributed(world_size=5)
+def test_calls_between_as_many_hosts_as_go_round(rank):
+    want = results(rank)
+    with on_hosts(MANY, rank), many(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frames, "FOLDED_FROM", 2)
+        group = dist.new_group()
+        assert results(rank, group) == want
+        assert isinstance(communicators(group).control.backend, Hierarchical)
+        with pytest.raises(DisagreementError, match="ranks disagree on 1 of 1 leaves"):
+            easydist.gather(torch.ones(2, 2 + (rank == 4)), group=group)
+        assert results(rank, group) == want
 
 
 @distributed(world_size=4)

@@ -1,7 +1,6 @@
 """Collectives of several rounds, and their schedules, on thousands of ranks in one process: a simulated network."""
 
 import collections
-import contextlib
 import functools
 import itertools
 import random
@@ -9,6 +8,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from groups import many
 from launching import IS_STRESS, sampled
 
 from easydist.comms import Gloo, ReduceOp
@@ -236,17 +236,6 @@ def test_scatter_and_share(size):
         assert len(network.run(run)) == size
         assert all(torch.equal(got, sample(root, numel)) for got in tensors)
         assert max(network.nbytes) == network.nbytes[root] <= 2 * 8 * (numel + size)
-
-
-@contextlib.contextmanager
-def many():
-    """As between many ranks: the schedules that are for them are chosen for a few."""
-    before = vars(schedules).copy()
-    vars(schedules).update(DOUBLING_FROM=2, _DOUBLED_EACH=1 << 17, _SCATTERED_FROM=2, _SCATTERED=16)
-    try:
-        yield
-    finally:
-        vars(schedules).update(before)
 
 
 def over_gloo(rank, world_size):

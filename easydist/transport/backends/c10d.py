@@ -328,16 +328,16 @@ class Gloo(Pairwise):
         return TorchWork(self._exchange(sends, recvs, tag, len(mine)), keep=[rows])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
-        if is_scattered(self.size, tensor.nbytes) and self._described() is None:
-            chunks = tensor.split(split_sizes(tensor.numel(), self.size))
-            return self._in_rounds(lambda ex: rounds.scatter_and_share(ex, self.rank, root, chunks), [tensor])
         return self._spread(tensor, [*range(root, self.size), *range(root)])
 
     def multicast(self, tensor: torch.Tensor, root: int, ranks: Sequence[int]) -> TorchWork:
         return self._spread(tensor, [root, *ranks])
 
     def _spread(self, tensor: torch.Tensor, path: Sequence[int]) -> TorchWork:
-        """Pass a tensor along a tree from the first rank of the path to the others."""
+        """Send a tensor from the first rank of the path to the others."""
+        if len(path) == self.size and is_scattered(self.size, tensor.nbytes) and self._described() is None:
+            chunks = tensor.split(split_sizes(tensor.numel(), self.size))
+            return self._in_rounds(lambda ex: rounds.scatter_and_share(ex, self.rank, path[0], chunks), [tensor])
         is_part = self.rank in path and tensor.numel() > 0
         parent, children = tree(path.index(self.rank), len(path)) if is_part else (None, [])
         above = [] if parent is None else [(tensor, path[parent])]
@@ -353,15 +353,19 @@ class Gloo(Pairwise):
             return super().all_gather_v(outputs, data)
         return self._in_rounds(lambda exchange: rounds.gather_blocks(exchange, self.rank, outputs, data), [data])
 
-    def folds(self, tensor: torch.Tensor, op: ReduceOp) -> bool:
-        """True if a reduction takes as many rounds as a barrier, with one message each."""
+    def _folds(self, tensor: torch.Tensor, op: ReduceOp) -> bool:
         return rounds.can_fold(tensor.dtype, op) and self._is_doubled(tensor.nbytes * self.size)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
-        if self.folds(tensor, op):
-            return self._in_rounds(lambda ex: rounds.fold(ex, self.rank, self.size, tensor, op), [tensor])
+    def reduces_whole(self, tensor: torch.Tensor, op: ReduceOp) -> bool:
+        """True if every rank reduces all of the data, because it is small, instead of a chunk of it."""
         nbytes = tensor.nbytes * self.size
-        if nbytes <= (_REDUCED_DOUBLED if self._is_doubled(nbytes) else _REDUCED_AT_ONCE):
+        at_once = _REDUCED_DOUBLED if self._is_doubled(nbytes) else _REDUCED_AT_ONCE
+        return nbytes <= at_once or self._folds(tensor, op)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
+        if self._folds(tensor, op):
+            return self._in_rounds(lambda ex: rounds.fold(ex, self.rank, self.size, tensor, op), [tensor])
+        if self.reduces_whole(tensor, op):
             every = tensor.new_empty(self.size, tensor.numel()).unbind()
             return self.all_gather_v(every, tensor).followed_by(lambda: set_to(tensor, combine(op, every)))
         chunks = tensor.split(split_sizes(tensor.numel(), self.size))

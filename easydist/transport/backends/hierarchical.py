@@ -91,6 +91,8 @@ class Hierarchical(Backend):
         return self._queue.begin(self._spread(tensor, root))
 
     def multicast(self, tensor: torch.Tensor, root: int, ranks: Sequence[int]) -> Begun:
+        if len(ranks) == self.size - 1:
+            return self.broadcast(tensor, root)
         return self._queue.begin(self._spread_to(tensor, root, ranks))
 
     def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Begun:
@@ -181,14 +183,14 @@ class Hierarchical(Backend):
         return self._far.all_gather_v(outputs, outputs[self._host]) if self._far else ENDED
 
     def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Iterator[Begun]:
-        """Reduce inside the host; then each leader gets a chunk of every host's result, and returns its total."""
+        """Reduce inside the host; then leaders exchange their results, or chunks of them and the totals of these."""
         grows = op.type in (RedOpType.SUM, RedOpType.PRODUCT, RedOpType.AVG)
         wide = tensor.to(accumulator(tensor.dtype, op)) if grows and tensor.dtype is not torch.uint64 else tensor
         is_mean, op = op.type is RedOpType.AVG, ReduceOp.SUM if op.type is RedOpType.AVG else op
         yield self._near.all_reduce(wide, op)
-        if self._far and self._far.folds(wide, op):
+        if self._far and self._far.reduces_whole(wide, op):
             yield self._far.all_reduce(wide, op)
-            tensor.copy_(wide)
+            tensor.copy_(average(wide, self.size) if is_mean else wide)
         elif self._far:
             sizes = split_sizes(tensor.numel(), self._far.size)
             parts = wide.new_empty(self._far.size, sizes[self._host]).unbind()
