@@ -102,7 +102,7 @@ def main() -> None:
             print(f"rank {error.rank} was lost")
             ranks.restart([error.rank])
         columns = ranks.run(evaluate, folder)[0]
-    print(f"perplexity {perplexity(columns):.17g}")
+    print(f"perplexity {perplexity(columns):.5f}")
     torch.set_num_threads(1)  # as on the ranks: several threads round otherwise
     alone = losses(made(), texts())
     assert torch.equal(columns["loss"], alone)
