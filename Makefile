@@ -17,7 +17,7 @@ ranks = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick test gpu slurm stress torch-tests mutants coverage lint format docs captures bench bench-all release matrix clean
+.PHONY: help demo quick test ray notebook launchers gpu slurm stress torch-tests mutants coverage lint format docs captures bench bench-all release matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,8 +32,17 @@ demo: $(VENV)/.test ## evaluate a classifier on 1, 2 and 3 ranks
 quick: $(VENV)/.test ## run the tests that are not marked slow
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test: $(VENV)/.test ## run the tests; ARGS="-k gather -x" goes to pytest
-	$(PYTEST) $(ARGS)
+test: $(VENV)/.test ## run the tests, of the next three targets a sample; ARGS="-k gather -x" goes to pytest
+	$(PYTEST) -m "sample or not (ray or notebook or launchers)" $(ARGS)
+
+ray: $(VENV)/.test ## run the tests that need a cluster of Ray
+	$(PYTEST) -m ray $(ARGS)
+
+notebook: $(VENV)/.test ## run the tests that need the kernel of a notebook
+	$(PYTEST) -m notebook $(ARGS)
+
+launchers: $(VENV)/.test ## run the tests that start launchers, or processes as they do
+	$(PYTEST) -m launchers $(ARGS)
 
 gpu: $(VENV)/.test ## run the tests that need a GPU, which may be one for all ranks, and compare with accelerate
 	$(ONE_BY_ONE) tests/gpu $(ARGS)

@@ -22,14 +22,14 @@ MUTANTS = [
         "ClusterRanks.look",
         "rank.at(host)",
         "rank",
-        "tests/cli/test_top_on_ray.py -k one_table",
+        "tests/cli/test_top_on_ray.py::test_the_ranks_of_a_cluster_are_in_one_table",
     ),
     Mutant(
         "cli/on_cluster.py",
         "check",
         "_TAKES | _ALSO[args.on]",
         "{*_TAKES, *_OWN, 'survivors'}",
-        "tests/cli/test_run_on_ray.py -k refused",
+        "tests/cli/test_run_on_ray.py::test_what_cannot_be_is_refused",
     ),
     Mutant(
         "cli/on_slurm.py",
