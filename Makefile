@@ -29,8 +29,8 @@ demo: $(VENV)/.test ## evaluate a classifier on 1, 2 and 3 ranks
 	@export PATH="$(abspath $(BIN)):$$PATH"; command -v mpirun >/dev/null || { echo "no mpirun here: accelerate launch starts no ranks on the CPU"; exit 0; }; \
 	set -x; OMP_NUM_THREADS=1 accelerate launch --config_file examples/accelerate_cpu.yaml --main_process_port $$((20000 + $$$$ % 10000)) $(EVALUATE)
 
-quick: $(VENV)/.test ## run the tests that are not marked slow
-	$(PYTEST) -m "not slow" $(ARGS)
+quick: $(VENV)/.test ## run the tests that are not marked slow, on one and two ranks
+	$(PYTEST) -m "not slow and not wide" $(ARGS)
 
 test: $(VENV)/.test ## run the tests, of the next three targets a sample; ARGS="-k gather -x" goes to pytest
 	$(PYTEST) -m "sample or not (ray or notebook or launchers)" $(ARGS)

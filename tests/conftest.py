@@ -1,6 +1,7 @@
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import statistics
 
@@ -81,9 +82,13 @@ def pytest_collection_modifyitems(config, items):
     if not IS_STRESS:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("battery")])
         items[:] = [item for item in items if not item.get_closest_marker("battery")]
+    names = {item.nodeid for item in items}
     for item in items:
-        for mark in _marks(item.nodeid) if item.get_closest_marker("slow") else ():
-            item.add_marker(mark)
+        if item.get_closest_marker("slow"):
+            for mark in _marks(item.nodeid):
+                item.add_marker(mark)
+        elif re.search(r"W=[34]", item.nodeid) and re.sub(r"W=[34]", "W=2", item.nodeid) in names:
+            item.add_marker("wide")
     items.sort(key=lambda item: not item.nodeid.startswith((*LONGEST, *APART["ray"])))  # which otherwise end alone
 
 
