@@ -1,15 +1,14 @@
 import gc
 import multiprocessing
 import os
-import re
 import signal
 import statistics
 
 import pytest
+import selection
 from actors import private_cluster
 from hypothesis import HealthCheck, settings
 from launching import IS_STRESS, crashes, examples, within
-from mutants.planting import rooms
 from xdist.scheduler import LoadFileScheduling
 
 from easydist.shm.progress import running
@@ -32,32 +31,6 @@ PRELOADED = ["easydist.testing.worker", "pytest", "hypothesis", "torchmetrics", 
 
 LONGEST = ("tests/test_leaks.py", "tests/slurm/")
 """The files that wait longest, with the processor idle."""
-
-APART = {
-    "ray": (
-        "tests/cluster/",
-        "tests/cli/test_run_on_ray.py",
-        "tests/cli/test_top_on_ray.py",
-        "tests/notebook/test_on_ray.py",
-        "tests/weights/test_ray",
-        "tests/test_examples.py::test_ray_",
-    ),
-    "notebook": ("tests/notebook/",),
-    "launchers": (
-        "tests/cli/",
-        "tests/comms/test_new_comm.py::test_scripts_",
-        "tests/groups/test_forks.py",
-        "tests/state/test_accelerate_scripts.py",
-        "tests/state/test_first_call.py",
-        "tests/state/test_job_key.py",
-        "tests/state/test_launchers.py",
-        "tests/state/test_trainer.py",
-    ),
-}
-"""The marks of slow tests that have targets of their own: of these, ``make test`` runs only a sample."""
-
-NAMED = {name.partition("[")[0] for some in rooms().values() for fault in some for name in fault.tests.split()}
-"""The tests that planted faults name."""
 
 unmarked = []
 """Lines about slow tests that are not marked slow."""
@@ -82,27 +55,15 @@ def pytest_collection_modifyitems(config, items):
     if not IS_STRESS:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("battery")])
         items[:] = [item for item in items if not item.get_closest_marker("battery")]
-    names = {item.nodeid for item in items}
-    for item in items:
-        if item.get_closest_marker("slow"):
-            for mark in _marks(item.nodeid):
-                item.add_marker(mark)
-        elif re.search(r"W=[34]", item.nodeid) and re.sub(r"W=[34]", "W=2", item.nodeid) in names:
-            item.add_marker("wide")
-    items.sort(key=lambda item: not item.nodeid.startswith((*LONGEST, *APART["ray"])))  # which otherwise end alone
-
-
-def _marks(name):
-    """Return where a slow test belongs, and ``sample`` if a planted fault names it."""
-    found = [mark for mark, files in APART.items() if name.startswith(files)]
-    return [*found, "sample"] if name.partition("[")[0] in NAMED else found
+    selection.mark(items)
+    items.sort(key=lambda item: not item.nodeid.startswith((*LONGEST, *selection.RAY)))  # which otherwise end alone
 
 
 class ByFile(LoadFileScheduling):
     """Gives the tests of a file to one process, and all that need Ray to the same, which starts one cluster."""
 
     def _split_scope(self, nodeid):
-        return "ray" if nodeid.startswith(APART["ray"]) else super()._split_scope(nodeid)
+        return "ray" if nodeid.startswith(selection.RAY) else super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)

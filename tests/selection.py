@@ -1,0 +1,45 @@
+"""Marks for the tests that do not run everywhere: those with a target of their own, and those that need many ranks."""
+
+import re
+
+from mutants.planting import rooms
+
+RAY = (
+    "tests/cluster/",
+    "tests/cli/test_run_on_ray.py",
+    "tests/cli/test_top_on_ray.py",
+    "tests/notebook/test_on_ray.py",
+    "tests/weights/test_ray",
+    "tests/test_examples.py::test_ray_",
+)
+LAUNCHERS = (
+    "tests/cli/",
+    "tests/comms/test_new_comm.py::test_scripts_",
+    "tests/groups/test_forks.py",
+    "tests/state/test_accelerate_scripts.py",
+    "tests/state/test_first_call.py",
+    "tests/state/test_job_key.py",
+    "tests/state/test_launchers.py",
+    "tests/state/test_trainer.py",
+)
+APART = {"ray": RAY, "notebook": ("tests/notebook/",), "launchers": LAUNCHERS}
+"""The slow tests with targets of their own, by mark. ``make test`` runs those that a planted fault names."""
+
+NAMED = {name.partition("[")[0] for faults in rooms().values() for one in faults for name in one.tests.split()}
+
+
+def mark(items):
+    """Mark the tests."""
+    names = {item.nodeid for item in items}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            for name in _subjects(item.nodeid):
+                item.add_marker(name)
+        elif re.search(r"W=[34]", item.nodeid) and re.sub(r"W=[34]", "W=2", item.nodeid) in names:
+            item.add_marker("wide")
+
+
+def _subjects(name):
+    """Return the marks of a slow test: what it needs, and ``sample`` if a planted fault names it."""
+    found = [subject for subject, files in APART.items() if name.startswith(files)]
+    return [*found, "sample"] if name.partition("[")[0] in NAMED else found
