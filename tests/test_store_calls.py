@@ -192,7 +192,9 @@ def sources(words):
     """Return by path the modules that have one of these words, but those that may call raw stores."""
     found = {path: path.read_text() for path in MODULES if path.name != "timed_store.py"}
     own = "easydist.metrics.store"  # a ``Store`` of another kind
-    return {path: text for path, text in found.items() if own not in text and any(word in text.lower() for word in words)}
+    return {
+        path: text for path, text in found.items() if own not in text and any(word in text.lower() for word in words)
+    }
 
 
 @pytest.mark.slow
