@@ -115,13 +115,8 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         """Return what all ranks have to know of this receiver before the data moves."""
         return {}
 
-    def selected(self, manifest: Manifest, answers: Mapping[int, Mapping[str, Any]]) -> Set[str] | None:
-        """Return the keys of the entries to move, the same on all ranks; None means all.
-
-        Args:
-            manifest: The entries.
-            answers: What ``answer`` has returned on each rank where that is not empty.
-        """
+    def taken(self, manifest: Manifest, answer: Mapping[str, Any]) -> Set[str] | None:
+        """Return the keys of the entries that a receiver with this answer takes, the same on all ranks; None: all."""
         return None
 
     def begin(self, manifest: Manifest, only: Set[str] | None) -> None:
@@ -167,8 +162,9 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         """Announce the entries, make sure that all ranks accept them, and move them."""
         if comms.size == 1 and not self.is_receiver(0, [0]):
             return
-        manifest, only = self._accept(comms, bytes(agreed.payload_of(comms, self._first).numpy()))
-        packets = self._scheduled(comms, manifest, only)
+        manifest = self._accept(comms, bytes(agreed.payload_of(comms, self._first).numpy()))
+        only = self.taken(manifest, self._reports.get(comms.rank, {}))
+        packets = self._scheduled(comms, manifest)
         self.begin(manifest, only)
         digests = Digests() if manifest.about["verify"] else None
         shown = self._shows_progress and comms.rank == 0
@@ -188,7 +184,7 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         if digests is not None:
             self._verify(comms, manifest, digests.differing(comms, packets))
 
-    def _accept(self, comms: Communicators, encoded: bytes) -> tuple[Manifest, Set[str] | None]:
+    def _accept(self, comms: Communicators, encoded: bytes) -> Manifest:
         """Let every rank accept or refuse the entries, and report its blocks; all raise if one refuses.
 
         Args:
@@ -196,7 +192,7 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
             encoded: The header, and the notes.
 
         Returns:
-            The entries, and the keys of those that move.
+            The entries.
         """
         found: list[Manifest] = []
 
@@ -211,7 +207,7 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
             is_optimizer = "optimizer" in found[0].about
             raise shared(comms, DisagreementError(disagreement(self.operation, self._first, rows, is_optimizer)))
         self._reports = every
-        return found[0], self.selected(found[0], every)
+        return found[0]
 
     def _judged(self, comms: Communicators, manifest: Manifest) -> dict[str, Any]:
         """Return this rank's answer: the entries that do not fit, or else its blocks of entries that are not whole."""
@@ -245,16 +241,23 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         self._source = Source(state, names, None if dtype is None else getattr(torch, dtype), {}, manifest.names)
         return manifest.differing(read(bytes(self._source.header.numpy())))
 
-    def _scheduled(self, comms: Communicators, manifest: Manifest, only: Set[str] | None) -> list[Packet]:
+    def _scheduled(self, comms: Communicators, manifest: Manifest) -> list[Packet]:
         sources, reports = manifest.about["sources"], self._reports
         held = {rank: one["held"] for rank, one in reports.items() if "held" in one}
         # A rank that is no source, but does not receive either, has reported that it wants None.
         others = [rank for rank in range(comms.size) if rank not in sources or self.is_receiver(rank, sources)]
-        wanted = {rank: reports.get(rank, {}).get("wanted", {}) for rank in others}
+        wanted = {rank: self._wanted_by(manifest, reports.get(rank, {})) for rank in others}
         try:
-            return manifest.packets(held, {rank: one for rank, one in wanted.items() if one is not None}, only)
+            return manifest.packets(held, {rank: one for rank, one in wanted.items() if one is not None})
         except ValueError as error:
             raise shared(comms, IncompleteSourcesError(f"{self.operation}: {error}")) from None
+
+    def _wanted_by(self, manifest: Manifest, report: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the blocks that a rank with this report wants of the entries of which it does not want all."""
+        wanted: Mapping[str, Any] | None = report.get("wanted", {})
+        if wanted is None or (taken := self.taken(manifest, report)) is None:
+            return wanted
+        return {**wanted, **dict.fromkeys(manifest.index.keys() - taken)}
 
     def _move(self, comms: Communicators, packets: Sequence[Packet], under_way: UnderWay) -> Iterator[None]:
         """Send each packet from its source to the ranks that want it, and yield on the way.

@@ -199,9 +199,9 @@ class Publish(BroadcastWeights):
         base = self.noted.get("base")
         return {} if base is None or self._holder.has(base, self._streams) else {"lacks": True}
 
-    def selected(self, manifest: Manifest, answers: Mapping[int, Mapping[str, Any]]) -> Set[str] | None:
-        """Return the changed entries if all receivers have the others; entries that are not tensors always travel."""
-        if "changed" not in self.noted or any("lacks" in one for one in answers.values()):
+    def taken(self, manifest: Manifest, answer: Mapping[str, Any]) -> Set[str] | None:
+        """Return the changed entries if the receiver has the others; entries that are not tensors always travel."""
+        if "changed" not in self.noted or "lacks" in answer:
             return None
         keys = {manifest.names[name] for name in self.noted["changed"]}
         return manifest.extra().union(key for key in keys if key is not None)

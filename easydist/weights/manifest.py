@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from easydist.agreement.disagreement import Row
@@ -53,7 +53,7 @@ class Manifest:
         self.boxes = [whole(entry.shape) for entry in self.entries]
         self._scheduled: tuple[Any, list[Packet]] | None = None
 
-    def packets(self, held: Blocks, wanted: Blocks, only: Set[str] | None = None) -> list[Packet]:
+    def packets(self, held: Blocks, wanted: Blocks) -> list[Packet]:
         """Return the schedule. Each block of each entry goes from the first source that holds it to those that want it.
 
         The last one is kept for the next version, unless it has very many parts.
@@ -61,20 +61,19 @@ class Manifest:
         Args:
             held: The shards of each source; an entry of which there are none comes whole from the first source.
             wanted: For each receiver, the entries of which it does not want all.
-            only: The keys of the entries to send; None means all.
 
         Raises:
             ValueError: The sources do not hold all of an entry.
         """
-        asked, last = (held, wanted, only), self._scheduled  # another thread may replace it
+        asked, last = (held, wanted), self._scheduled  # another thread may replace it
         if last is not None and last[0] == asked:
             return last[1]
-        packets = schedule(self._items(held, wanted, only), self.about["bucket"], in_order=True)
+        packets = schedule(self._items(held, wanted), self.about["bucket"], in_order=True)
         if sum(len(packet.parts) for packet in packets) <= _KEPT:
             self._scheduled = asked, packets
         return packets
 
-    def _items(self, held: Blocks, wanted: Blocks, only: Container[str] | None) -> Iterator[ScheduledEntry]:
+    def _items(self, held: Blocks, wanted: Blocks) -> Iterator[ScheduledEntry]:
         sources = self.about["sources"]
         for entry, kind, box in zip(self.entries, self.kinds, self.boxes, strict=True):
             blocks = _of_entry(entry.name, {rank: held.get(rank, {}) for rank in sources}, None)
@@ -86,7 +85,7 @@ class Manifest:
                     f"ranks {sources} together do not hold all of {entry.name}\nPass src= all ranks of its mesh, and "
                     "no others; each of them has to pass its own shards."
                 ) from None
-            yield ScheduledEntry(entry.dtype, kind, found if only is None or entry.name in only else [])
+            yield ScheduledEntry(entry.dtype, kind, found)
 
     def differing(self, other: Manifest) -> list[Row]:
         """Return the entries that a further source has otherwise than this first one."""

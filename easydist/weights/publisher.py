@@ -85,9 +85,9 @@ class WeightPublisher(Member):
         Args:
             version: A number larger than the previous one; None means the previous one plus one.
             changed: The names, in this model, of the entries that differ from the version before, with all that are
-                tied to them. Only these travel, and entries that are not tensors; receivers keep the others. If a
-                receiver lacks the version before, all entries travel to all. That the other entries have not changed is
-                not checked. None means all.
+                tied to them. Only these travel, and entries that are not tensors; receivers keep the others. A
+                receiver that lacks the version before gets all entries. That the others have not changed is not
+                checked. None means all.
             timeout: The time limit of the call; None is the group's.
 
         Returns:

@@ -230,8 +230,8 @@ MUTANTS = [
     ),
     Mutant(
         "weights/holders.py",
-        "Publish.selected",
-        ' or any("lacks" in one for one in answers.values())',
+        "Publish.taken",
+        ' or "lacks" in answer',
         "",
         "tests/weights/test_deltas.py::test_only_what_has_changed_travels",
     ),
