@@ -88,6 +88,8 @@ class Actors:
             The time until which the ranks may take to meet, on the clock of ``time.monotonic``.
 
         Raises:
+            TypeError: Ray does not take the runtime environment.
+            ValueError: The same.
             PeerLostError: One has ended.
             RuntimeError: A node has other versions of Python or torch.
             CollectiveTimeout: The resources were not free in time, or one has not been started in time.
@@ -96,6 +98,7 @@ class Actors:
             self._has_connected = connect(self._address, self._size * self.resources.get("CPU", 0))
         deadline = time.monotonic() + self.limit
         if self._placement is None:
+            environment(self._asked_environment, self._ship)  # a wrong one is refused before the wait for resources
             self._placement = Placement(self._size, self.resources, self._strategy, self.limit, self._nodes)
             self._environment = environment(self._asked_environment, self._ship)  # nodes may have joined meanwhile
         for rank in ranks:

@@ -69,11 +69,20 @@ def environment(runtime_env: dict[str, Any] | None, ship: bool | None) -> dict[s
     Args:
         runtime_env: The user's.
         ship: True to send this process's easydist along; None to do so unless all nodes are this machine.
+
+    Raises:
+        TypeError: A value has a type that Ray does not take.
+        ValueError: A path does not exist, or two fields exclude each other.
     """
+    from ray.runtime_env import RuntimeEnv
+
     env = dict(runtime_env or {})
     if not is_here() if ship is None else ship:
         env["py_modules"] = [*env.get("py_modules", ()), str(Path(__file__).parents[1])]
-    return _uploaded(env) if {"py_modules", "working_dir"} & env.keys() else env
+    if {"py_modules", "working_dir"} & env.keys():
+        env = _uploaded(env)
+    RuntimeEnv(**env)  # raises
+    return env
 
 
 def is_here(nodes: int = 1) -> bool:

@@ -47,7 +47,9 @@ class Ranks:
         size: The number of ranks.
 
     Raises:
-        ValueError: ``size``, ``resources``, ``strategy`` or ``nodes`` cannot be met by any cluster.
+        ValueError: ``size``, ``resources``, ``strategy`` or ``nodes`` cannot be met by any cluster; or a path of
+            ``runtime_env`` does not exist, or its fields exclude each other.
+        TypeError: A value of ``runtime_env`` has a type that Ray does not take.
         CollectiveTimeout: The resources were not free in time; the text says what is. Nothing is left behind.
         RuntimeError: A node has another version of Python or torch.
         PeerLostError: A rank ended while it started.

@@ -333,6 +333,17 @@ def test_another_version_of_torch_is_an_error(shared, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("environment", "error", "text"),
+    [({"pip": 3}, TypeError, "pip"), ({"working_dir": "/nowhere"}, ValueError, "/nowhere")],
+)
+def test_a_wrong_environment_is_refused_before_the_wait_for_resources(cluster, environment, error, text):
+    before = alive()
+    with pytest.raises(error, match=text):
+        easydist.ray.Ranks(1000, resources={"rank": 1}, runtime_env=environment)
+    assert alive() == before
+
+
+@pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"size": 0}, "size=0 is less than 1"),
