@@ -58,8 +58,8 @@ class Holder:
         """Return the weights of this rank's newest version, to be sent."""
         raise NotImplementedError
 
-    def room(self) -> Any:
-        """Return the memory for the next version."""
+    def room(self, manifest: Manifest) -> Any:
+        """Return the memory for the next version, whose entries are these."""
         return None
 
     def is_sharded(self) -> bool:
@@ -73,8 +73,8 @@ class Holder:
     def check_streams(self) -> None:
         """Raise if this member cannot hand over entries."""
 
-    def has(self, version: int, streams: bool) -> bool:
-        """True if this rank's entries of a version may be kept for the next one."""
+    def has(self, version: int, streams: bool, manifest: Manifest) -> bool:
+        """True if this rank's entries of a version may be kept for the next one, whose entries are these."""
         return 0 < version == self.version and streams == self.streams
 
     def begin(self, names: Set[str] | None, streams: bool) -> None:
@@ -85,8 +85,8 @@ class Holder:
             streams: True if they are handed over.
         """
 
-    def fill(self) -> None:
-        """Add the entries of the previous version that have not changed to the version that has arrived."""
+    def fill(self, room: Any, manifest: Manifest) -> None:
+        """Add the entries of the previous version that have not changed to the version that has arrived in ``room``."""
 
     def use(self, version: int) -> None:
         """Start to use the version that has arrived on all members."""
@@ -122,7 +122,7 @@ class Publish(BroadcastWeights):
         streams: bool = False,
         changed: Iterable[str] | None = None,
     ) -> None:
-        super().__init__(_OPERATION, holder.room(), src, holder.wanted, holder.sending)
+        super().__init__(_OPERATION, None, src, holder.wanted, holder.sending)
         self._holder, self._version, self._use = holder, version, holder.use if streams else use or holder.use
         self._to_all, self.takes_whole_mesh = to_all, to_all or not is_again
         self._is_known = is_again and holder.newest == version and not (to_all and holder.receives)
@@ -149,7 +149,10 @@ class Publish(BroadcastWeights):
 
     def target(self, manifest: Manifest) -> Target:
         """Return the target for the entries that are announced."""
-        return StreamTarget(manifest) if self._streams else super().target(manifest)
+        self._manifest = manifest
+        if self._streams:
+            return StreamTarget(manifest)
+        return Target(self._holder.room(manifest), manifest, self._received)
 
     def notes(self) -> Mapping[str, Any]:
         """Return the version's number and, if not all entries travel, the number before and the names of those that do.
@@ -197,7 +200,7 @@ class Publish(BroadcastWeights):
     def answer(self) -> Mapping[str, Any]:
         """Tell the others if this receiver lacks the version to which the changes belong."""
         base = self.noted.get("base")
-        return {} if base is None or self._holder.has(base, self._streams) else {"lacks": True}
+        return {} if base is None or self._holder.has(base, self._streams, self._manifest) else {"lacks": True}
 
     def taken(self, manifest: Manifest, answer: Mapping[str, Any]) -> Set[str] | None:
         """Return the changed entries if the receiver has the others; entries that are not tensors always travel."""
@@ -220,8 +223,7 @@ class Publish(BroadcastWeights):
         if comms.size > 1:
             self._version = self.noted["version"]
         if self._target is not None:
-            self._target.finish()
-            self._holder.fill()
+            self._holder.fill(self._target.finish(), self._manifest)
         self._holder.pending = self._version
         agree(comms, f"{_OPERATION} (complete)", lambda: Call({"version": self._version}))
 

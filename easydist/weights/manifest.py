@@ -38,6 +38,7 @@ class Manifest:
         dtypes: The dtypes of the entries.
         index: The positions of the entries in this order, by their keys.
         boxes: The block of each entry that covers all of it.
+        layout: A value that is equal if the memory for one header's entries fits those of another.
         is_kept: True if the same header gives the same object again.
     """
 
@@ -51,6 +52,7 @@ class Manifest:
         self.index = {entry.name: i for i, entry in enumerate(self.entries)}
         self.is_kept = len(encoded) <= LONGEST
         self.boxes = [whole(entry.shape) for entry in self.entries]
+        self.layout = self.entries, self.names, self.kinds
         self._scheduled: tuple[Any, list[Packet]] | None = None
 
     def packets(self, held: Blocks, wanted: Blocks) -> list[Packet]:

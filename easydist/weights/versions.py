@@ -17,6 +17,7 @@ from easydist.agreement.runner import run, stream
 from easydist.base.arguments import UNSET, hiding
 from easydist.typing import Group, Timeout
 from easydist.weights.holders import Publish
+from easydist.weights.manifest import Manifest
 from easydist.weights.members import Member
 from easydist.weights.shards import empty_like, is_tensor, local, memory_of
 from easydist.weights.source import state_of
@@ -53,6 +54,12 @@ class WeightReceiver(Member):
     _stale: Set[str] | None = None
     """The entries of the spare memory that differ from the version in use; None means all."""
 
+    _layout: Any = None
+    """The layout of the version in use."""
+
+    _spare_layout: Any = None
+    """The layout of the version in the spare memory."""
+
     _arriving: Set[str] | None = None
     """The entries of the version that is arriving; None means all."""
 
@@ -73,9 +80,14 @@ class WeightReceiver(Member):
         self._swaps, self.arrived = model_or_dict is None, None
         self._spare: dict[str, Any] = {} if self._swaps else _room_like(state_of(model_or_dict))
 
-    def room(self) -> dict[str, Any]:
-        """Return the memory for the next version."""
-        return self._spare
+    def room(self, manifest: Manifest) -> dict[str, Any]:
+        """Return the memory for the next version: new memory if that of a receiver without a model does not fit."""
+        return {} if self._swaps and self._spare_layout != manifest.layout else self._spare
+
+    def has(self, version: int, streams: bool, manifest: Manifest) -> bool:
+        """True if the entries of the version in use may be kept for the next one, whose entries are these."""
+        is_alike = streams or not self._swaps or self._layout == manifest.layout
+        return is_alike and super().has(version, streams, manifest)
 
     @property
     def newest(self) -> int:
@@ -219,8 +231,13 @@ class WeightReceiver(Member):
         self.streams, self._arriving = streams, names
         self._stale = None if names is None or self._stale is None else self._stale | names
 
-    def fill(self) -> None:
-        """Copy the entries that have not changed to the spare memory, if others are there."""
+    def fill(self, room: dict[str, Any], manifest: Manifest) -> None:
+        """Copy the entries that have not changed to the memory in which a version has arrived, if others are there."""
+        if self.streams:
+            return
+        if room is not self._spare:
+            self._spare, self._stale = room, None
+        self._spare_layout = manifest.layout
         if self._arriving is not None:
             written = {memory_of(self._spare[name]) for name in self._arriving}
             stale = (self._spare.keys() if self._stale is None else self._stale) - self._arriving
@@ -234,6 +251,7 @@ class WeightReceiver(Member):
         arrived = self._spare if self._stale is None else {name: self._spare[name] for name in self._stale}
         if self._swaps:
             self.state, self._spare = (None, {}) if self.streams else (self._spare, self.state or {})
+            self._layout, self._spare_layout = self._spare_layout, self._layout
         elif isinstance(self.state, nn.Module):
             self.state.load_state_dict(arrived, strict=self._stale is None)
             self._stale = set()

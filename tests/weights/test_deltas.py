@@ -80,7 +80,7 @@ def test_a_version_that_failed_leaves_nothing_in_the_next_one(rank):
         assert_same(dict(member.weights()), sent)  # of the version that waits for commit: regroup would send it
         return member.commit()
 
-    def fail():
+    def fail(room, manifest):
         raise ConnectionError("lost")
 
     step()
@@ -102,6 +102,37 @@ def test_a_version_that_failed_leaves_nothing_in_the_next_one(rank):
         assert rank != 1 or assert_same(dict(mine.state_dict()), sent) is None
         sent["0.weight"].zero_()
         step(["0.weight"])
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_versions_of_other_entries_arrive_without_a_model(rank):
+    """The memory of the version before the last one is for other names, shapes, dtypes or ties."""
+    tied, sent = torch.zeros(5), {}
+    member = WeightPublisher(sent) if rank == 0 else WeightReceiver()
+
+    def step(entries, changed=None):
+        sent.clear()
+        sent.update(entries)
+        member.publish(changed=changed) if rank == 0 else member.receive()
+        assert rank == 0 or assert_same(member.state, sent) is None
+
+    first = {"w": torch.zeros(3), "b": torch.zeros(2), "tied": tied, "same": tied}
+    others = {
+        "names": {**first, "new": torch.ones(1)},
+        "shape": {**first, "w": torch.ones(4)},
+        "dtype": {**first, "w": torch.ones(3, dtype=torch.bfloat16)},
+        "ties": {**first, "same": torch.ones(5)},
+        "no tensor": {**first, "w": 3},
+        "fewer": {"b": torch.ones(2)},
+    }
+    for other in others.values():
+        for entries in (first, first, other, other, other, first):
+            step(entries)
+        step(other, ["b"])  # all of it travels
+        step(other, ["b"])
+        step(first)
+        step(other)
 
 
 @pytest.mark.slow
