@@ -30,7 +30,7 @@ class WeightReceiver(Member):
 
     Args:
         model_or_dict: The module or dict of tensors to update when a version is complete, which may be ``DTensor`` or
-            ``LocalShard``. None: ``state`` is a dict of new tensors.
+            ``LocalShard``; an empty dict gets new tensors. None: ``state`` is a dict of new tensors.
         src: The publisher's rank in the group; for a sharded model all ranks. With a group of torch, it must be the
             same rank of the world.
         group: The members.
@@ -256,6 +256,8 @@ class WeightReceiver(Member):
             self.state.load_state_dict(arrived, strict=self._stale is None)
             self._stale = set()
         else:
+            if not self.state:
+                self.state.update(_room_like(arrived))
             _copy(self.state, arrived)
             self._stale = set()
         self.arrived = None

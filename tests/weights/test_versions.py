@@ -109,6 +109,22 @@ def test_a_new_member_gets_the_version_that_the_others_have(rank):
     assert rank == 0 or assert_same(member.state, state(9)) is None
 
 
+@distributed(world_size=2)
+def test_an_empty_dict_gets_new_tensors_which_stay(rank):
+    mine, tied = {}, torch.zeros(3)
+    trained = {"w": tied, "same": tied, "step": 0}
+    member = WeightPublisher(trained) if rank == 0 else WeightReceiver(mine)
+    for fill in (1, 2, 3):
+        trained["w"].fill_(fill)
+        trained["step"] = fill
+        kept = mine.get("w")
+        member.publish() if rank == 0 else member.receive()
+        if rank == 1:
+            assert_same(mine, trained)
+            assert kept is None or mine["w"] is kept
+            assert mine["w"] is mine["same"]
+
+
 @pytest.mark.slow
 @distributed(world_size=3)
 def test_a_version_that_one_member_has_committed_is_complete_on_all(rank):
