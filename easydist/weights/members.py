@@ -55,7 +55,8 @@ class Member(Holder):
 
         Raises:
             EasydistError: As for ``publish``. This member's weights do not change, unless another one has committed the
-                version that this one had received: then it has that now.
+                version that this one had received: then it has that now. A version that waits for ``commit`` may be
+                gone.
 
         Cost: a header exchange and an all-gather of a few bytes; if members lack the version, that of ``publish``.
         """

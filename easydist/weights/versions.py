@@ -229,6 +229,7 @@ class WeightReceiver(Member):
         if streams:  # what the engine has is no version any more
             self.version, self.state, self._spare, names = 0, None, {}, None
         self.streams, self._arriving = streams, names
+        self.arrived = None  # its memory is about to change
         self._stale = None if names is None or self._stale is None else self._stale | names
 
     def fill(self, room: dict[str, Any], manifest: Manifest) -> None:

@@ -152,6 +152,39 @@ def test_a_version_that_one_member_has_committed_is_complete_on_all(rank):
 
 @pytest.mark.slow
 @distributed(world_size=3)
+def test_a_version_that_waits_for_commit_is_gone_once_another_one_comes_into_its_memory(rank):
+    """Rank 1 holds version 2 while the others go on to 3; it has received that when regroup fails."""
+
+    def fail(room, manifest):
+        raise ConnectionError("lost")
+
+    pair, mine = dist.new_group([0, 2]), net(0)
+    member = WeightPublisher(trained := state(1)) if rank == 0 else WeightReceiver(mine if rank == 1 else None)
+    for fill in (1, 2):
+        for value in trained.values() if rank == 0 else ():
+            value.fill_(fill)
+        member.publish() if rank == 0 else member.arrive()
+        if rank and (rank, fill) != (1, 2):
+            member.commit()
+    if rank != 1:
+        member.regroup(pair)
+        member.publish() if rank == 0 else member.receive()
+    else:
+        member.fill = fail
+    with pytest.raises(ConnectionError if rank == 1 else RemoteError, match="lost"):
+        member.regroup(dist.group.WORLD)
+    if rank == 1:
+        del member.fill
+        assert (member.version, member.arrived) == (1, None)
+        with pytest.raises(RuntimeError, match="no version has arrived"):
+            member.commit()
+        assert_same(dict(mine.state_dict()), state(1))
+    assert member.regroup(dist.group.WORLD) == member.version == 3
+    assert rank == 0 or assert_same(dict(member.weights() if rank == 2 else mine.state_dict()), state(2)) is None
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
 def test_a_version_that_has_arrived_is_used_from_commit_on(rank):
     trained, mine = state(1), [None, net(0), None][rank]
     member = WeightPublisher(trained) if rank == 0 else WeightReceiver(mine)
