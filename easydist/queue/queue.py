@@ -245,22 +245,23 @@ class MessageQueue:
 
         Raises:
             RemoteError: A rank could not create its end; on that rank ``__cause__`` is the reason.
+            DisagreementError: ``writer_rank`` differs between the ranks.
             ValueError: ``writer_rank`` is not a rank of the group.
 
         Cost: four exchanges of a few hundred bytes.
         """
         comms = communicators(pg)
-        check_rank(comms, "writer_rank", writer_rank)
         hosts = gather_object([host_id()], weights_only=True, group=pg)
 
         def make() -> MessageQueue | None:
+            check_rank(comms, "writer_rank", writer_rank)
             if comms.rank != writer_rank or external_writer_handle is not None:
                 return None
             readers = [r for r in range(comms.size) if r != writer_rank]
             local = [r for r in readers if hosts[r] == hosts[writer_rank]]
             return MessageQueue(len(readers), len(local), local, max_chunk_bytes, max_chunks, weights_only=weights_only)
 
-        queue = _all_or_none(comms, make)
+        queue = _all_or_none(comms, make, lambda: {"writer_rank": int(writer_rank)})
         mine = queue.export_handle() if queue else external_writer_handle
         plain = gather_object([mine.plain() if mine else None], weights_only=True, group=pg)[writer_rank]
         queue = _all_or_none(comms, lambda: queue or MessageQueue.create_from_handle(Handle(*plain), comms.rank))
@@ -294,28 +295,30 @@ class MessageQueue:
 
         Raises:
             RemoteError: A rank could not create its end.
+            DisagreementError: ``reader_rank`` differs between the ranks.
             ValueError: ``reader_rank`` is not in the group.
 
         Cost: three exchanges of a few hundred bytes.
         """
         comms = communicators(pg)
-        reader = dist.get_group_rank(pg, reader_rank) if isinstance(pg, dist.ProcessGroup) else reader_rank
-        check_rank(comms, "reader_rank", reader)
         hosts = gather_object([host_id()], weights_only=True, group=pg)
-        is_local = hosts[comms.rank] == hosts[reader]
-        queue = _all_or_none(
-            comms,
-            lambda: MessageQueue(1, int(is_local), None, max_chunk_bytes, max_chunks, weights_only=weights_only),
-        )
+
+        def make() -> tuple[MessageQueue, int]:
+            reader = dist.get_group_rank(pg, reader_rank) if isinstance(pg, dist.ProcessGroup) else reader_rank
+            check_rank(comms, "reader_rank", reader)
+            n_local = int(hosts[comms.rank] == hosts[reader])
+            return MessageQueue(1, n_local, None, max_chunk_bytes, max_chunks, weights_only=weights_only), reader
+
+        queue, reader = _all_or_none(comms, make, lambda: {"reader_rank": int(reader_rank)})
         handles = gather_object([queue.export_handle().plain()], weights_only=True, group=pg)
         if blocking and comms.rank != reader:
             queue.wait_until_ready()
         return queue, [Handle(*plain) for plain in handles] if comms.rank == reader else []
 
 
-def _all_or_none(comms: Communicators, make: Callable[[], _T]) -> _T:
-    """Return the result of ``make``. If it raises on one rank, all ranks raise."""
-    return compare(comms, "MessageQueue", lambda _: (make(), {}))
+def _all_or_none(comms: Communicators, make: Callable[[], _T], arguments: Callable[[], dict[str, Any]] = dict) -> _T:
+    """Return the result of ``make``. If it raises on one rank, or the arguments differ, all ranks raise."""
+    return compare(comms, "MessageQueue", lambda _: (make(), arguments()))
 
 
 def _check_numbers(n_reader: int, n_local: int, ranks: list[int], max_chunk_bytes: int, max_chunks: int) -> None:

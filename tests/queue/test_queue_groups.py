@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from queues import SOON
 
-from easydist.errors import RemoteError
+from easydist.errors import DisagreementError, RemoteError
 from easydist.queue import MessageQueue
 from easydist.shm.ring import RingReader, RingWriter, Shape
 from easydist.testing import distributed
@@ -46,6 +46,19 @@ def test_writer_outside_of_the_group(rank):
 def test_all_ranks_hear_that_one_cannot_make_its_end(rank):
     with pytest.raises(RemoteError, match=r"rank 0: ValueError: .*max_chunks=0"):
         MessageQueue.create_from_process_group(None, 1, 0)
+
+
+@distributed(world_size=2)
+def test_all_ranks_hear_that_they_mean_different_ends(rank):
+    from_one, to_one = MessageQueue.create_from_process_group, MessageQueue.create_from_process_group_single_reader
+    for make, name in ((from_one, "writer_rank"), (to_one, "reader_rank")):
+        with pytest.raises(DisagreementError, match=rf"rank 1: MessageQueue\({name}=1\)"):
+            make(None, 1 << 16, 10, rank)
+        with pytest.raises(RemoteError, match=rf"rank 1: ValueError: {name}=5 is not a rank of the group"):
+            make(None, 1 << 16, 10, 5 * rank)
+        with pytest.raises(ValueError, match=rf"{name}=5 is not a rank of the group"):
+            make(None, 1 << 16, 10, 5)
+    dist.barrier()
 
 
 @pytest.mark.slow
