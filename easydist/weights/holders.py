@@ -129,7 +129,16 @@ class Publish(BroadcastWeights):
         self._streams, self._changed = streams, changed
 
     def state(self) -> Mapping[str, Any]:
-        """Return this member's part of the version."""
+        """Return this member's part of the version.
+
+        Raises:
+            ValueError: The publishers give the version, and this is none.
+        """
+        if self.takes_whole_mesh and self._holder.receives:
+            raise ValueError(
+                "src= names this rank as a publisher, but it is a WeightReceiver; pass the rank of the WeightPublisher "
+                "as src= to all members"
+            )
         return state_of(self._holder.weights())
 
     def prepare(self, comms: Communicators) -> Call:

@@ -109,6 +109,20 @@ def test_a_new_member_gets_the_version_that_the_others_have(rank):
     assert rank == 0 or assert_same(member.state, state(9)) is None
 
 
+@distributed(world_size=3)
+def test_a_receiver_whose_rank_is_src_is_refused_everywhere(rank):
+    """It would send its own weights to the others."""
+    trained, mine = state(1), state(0)
+    member = WeightPublisher(trained) if rank == 2 else WeightReceiver(mine if rank == 0 else None)
+    match = "rank 0: ValueError: src= names this rank as a publisher, but it is a WeightReceiver"
+    for call in ("publish" if rank == 2 else "receive", "regroup"):
+        member.version = int(call == "regroup" and rank == 2)
+        with pytest.raises(RemoteError, match=match):
+            getattr(member, call)()
+    assert member.regroup(src=2) == 1
+    assert rank == 2 or assert_same(member.state, state(1)) is None
+
+
 @distributed(world_size=2)
 def test_an_empty_dict_gets_new_tensors_which_stay(rank):
     mine, tied = {}, torch.zeros(3)
