@@ -167,11 +167,14 @@ class Publish(BroadcastWeights):
         """Return the version's number and, if not all entries travel, the number before and the names of those that do.
 
         Raises:
-            TypeError: The names of the changed entries are no collection.
+            TypeError: The version is no integer, or the names of the changed entries are no collection.
             ValueError: The version is not newer than the one that this member has published, or an entry is unknown.
         """
         newest = self._holder.newest
         version = newest + 1 if self._version is None else self._version
+        if not hasattr(version, "__index__"):
+            raise TypeError(f"version={version!r} is not a version: pass an integer")
+        version = int(version)
         if version <= newest and not self._is_known:
             raise ValueError(f"version {version} is not newer than {newest}, which was published before")
         self._version = version
