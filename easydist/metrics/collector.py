@@ -170,7 +170,8 @@ class MetricCollector:
             has = ", ".join(map(str, names)) or "nothing"
             raise ValueError(f"load_state_dict: the state has {has}; pass a result of MetricCollector.state_dict")
         indices = as_indices(state["indices"], "MetricCollector", self.total)
-        schema = self._joined(Schema.of(codec.decode(state["schema"].clone())))
+        schema = Schema.of(codec.decode(state["schema"].clone()))
+        schema = self._joined(schema) if schema.types else self._schema  # a rank without updates has no columns
         self._store.load(indices, state["blocks"])
         self._schema = schema
 

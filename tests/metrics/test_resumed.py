@@ -93,6 +93,15 @@ def filled(**columns):
     return collector
 
 
+def test_the_state_of_a_rank_without_updates_adds_nothing():
+    for writer in WRITERS:
+        collector = filled(x=torch.ones(2))
+        collector.load_state_dict(through(writer, MetricCollector(3).state_dict()))
+        assert collector.missing().tolist() == [1]
+        collector.update([1], x=torch.zeros(1))
+        assert collector.compute()["x"].tolist() == [1.0, 0.0, 1.0]
+
+
 def test_rows_that_are_loaded_are_copies():
     state = filled(x=torch.ones(2), items=[[1], [2]]).state_dict()
     collector = MetricCollector(3)
