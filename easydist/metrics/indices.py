@@ -123,7 +123,7 @@ def _same(first: Any, second: Any, rtol: float) -> torch.Tensor:
         return torch.tensor([_same_objects(a, b) for a, b in zip(first, second, strict=True)], device="cpu")
     if isinstance(first, np.ndarray):
         equal = torch.from_numpy(_same_arrays(first, second))
-    elif first.is_floating_point() and packing.is_copyable(first.dtype):
+    elif (first.is_floating_point() or first.is_complex()) and packing.is_copyable(first.dtype):
         equal = torch.isclose(first, second, rtol=rtol, atol=0.0, equal_nan=True)
     else:
         bits = packing.BITS[first.dtype.itemsize]

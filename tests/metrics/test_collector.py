@@ -168,8 +168,15 @@ def test_objects_of_any_kind_may_come_twice(rank, item):
 @distributed(world_size=2)
 def test_rounding_may_be_allowed(rank):
     collector = MetricCollector(rtol=1e-4)
-    collector.update([0], x=torch.tensor([1.0 + 1e-5 * rank]))
-    assert collector.compute()["x"].tolist() == [1.0]
+    collector.update([0], x=torch.tensor([1.0 + 1e-5 * rank]), z=torch.tensor([1.0j + 1e-5 * rank]))
+    assert collector.compute() == {"x": torch.tensor([1.0]), "z": torch.tensor([1.0j])}
+
+
+@distributed(world_size=2)
+def test_complex_numbers_that_are_equal_may_come_twice(rank):
+    collector = MetricCollector(total=2)
+    collector.update([0, 1], z=torch.tensor([complex(float("nan"), 0.0), -0.0j if rank else 0.0j]))
+    assert len(collector.compute()["z"]) == 2
 
 
 @distributed(world_size=2)
