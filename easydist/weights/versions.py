@@ -114,8 +114,7 @@ class WeightReceiver(Member):
 
         Cost: that of ``publish``, and a copy from memory to memory.
         """
-        if self.arrived is not None:
-            self.commit()
+        self._commit_held()
         self.arrive(timeout=timeout)
         return self.commit()
 
@@ -185,8 +184,9 @@ class WeightReceiver(Member):
         """Do as ``receive`` in an ``asyncio`` program, which goes on meanwhile; other coroutines see no mixture.
 
         The version arrives in a thread, and is taken into use in the event loop. A task that is cancelled leaves the
-        thread, so the version may still arrive: ``arrived`` tells.
+        thread, so the version may still arrive: ``arrived`` tells, and the next call takes it into use first.
         """
+        self._commit_held()
         await asyncio.to_thread(self.arrive, timeout=timeout)
         return self.commit()
 
@@ -206,6 +206,10 @@ class WeightReceiver(Member):
             raise RuntimeError("no version has arrived that could be used; call arrive() first")
         self.use(self.arrived)
         return self.version
+
+    def _commit_held(self) -> None:
+        if self.arrived is not None:
+            self.commit()
 
     def _hold(self, version: int) -> None:
         self.arrived = version

@@ -275,6 +275,18 @@ def test_an_asyncio_program_goes_on_while_a_version_comes(rank):
     assert all(len(values) == 1 for values in seen), seen  # never a mixture
 
 
+@distributed(world_size=2)
+def test_a_version_that_came_after_its_task_was_cancelled_does_not_stop_the_next_one(rank):
+    member = WeightPublisher(state(1)) if rank == 0 else WeightReceiver()
+    if rank == 0:
+        member.publish()
+        member.publish()
+    else:
+        member.arrive()  # the thread of that task has done so
+        assert asyncio.run(member.areceive()) == member.version == 2
+        assert member.arrived is None
+
+
 @pytest.mark.slow
 @distributed(world_size=3)
 def test_a_sharded_trainer_publishes(rank):
