@@ -11,10 +11,12 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
+import torch
 from torch import nn
 
 from easydist.agreement.runner import run, stream
 from easydist.base.arguments import UNSET, hiding
+from easydist.data.leaves import Leaves
 from easydist.typing import Group, Timeout
 from easydist.weights.holders import Publish
 from easydist.weights.manifest import Manifest
@@ -44,7 +46,7 @@ class WeightReceiver(Member):
 
     Raises:
         TypeError: It is neither a module nor a dict.
-        ValueError: A tensor of it is on the meta device.
+        ValueError: A tensor of it is on the meta device, or shares memory with another one or with itself.
 
     Cost: memory for a second copy of the weights, in which the next version arrives.
     """
@@ -273,14 +275,17 @@ def _room_like(state: Mapping[str, Any]) -> dict[str, Any]:
     """Allocate memory like that of a state dict. Tied entries stay tied."""
     made: dict[Any, Any] = {}
     room: dict[str, Any] = {}
+    written: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         if is_tensor(value) and value.is_meta:
             raise ValueError(
                 f"WeightReceiver: [{name!r}] is on the meta device; give it memory: model.to_empty(device=…)"
             )
         if is_tensor(value) and memory_of(value) not in made:
-            made[memory_of(value)] = empty_like(value)
+            made[memory_of(value)], written[name] = empty_like(value), local(value).detach()
         room[name] = made[memory_of(value)] if is_tensor(value) else value
+    with torch.inference_mode():  # as commit may be called
+        Leaves(written).check_writable()
     return room
 
 

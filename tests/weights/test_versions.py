@@ -379,3 +379,12 @@ def test_a_receiver_on_the_meta_device_is_refused():
     with pytest.raises(ValueError, match="to_empty"):
         WeightReceiver(nn.Linear(2, 2, device="meta"))
     assert weights.WeightReceiver(None).state is None
+
+
+def test_a_receiver_that_commit_could_not_write_is_refused():
+    flat = torch.zeros(8)
+    with pytest.raises(ValueError, match=r"\['w'\] is an expanded tensor whose elements share memory"):
+        WeightReceiver({"w": torch.zeros(1).expand(4)})
+    with pytest.raises(ValueError, match=r"\['a'\] and \['b'\] share memory"):
+        WeightReceiver({"a": flat[:5], "b": flat[4:]})
+    WeightReceiver({"a": flat[:4], "b": flat[4:], "tied": flat[:4]})
