@@ -107,16 +107,27 @@ class MetricCollector:
             ValueError: A column has another number of rows than ``indices``, or another dtype or shape than before, or
                 an index is negative or not below ``total``.
             TypeError: A tensor is not dense, an array is masked, or an item cannot be pickled.
+            RemoteError: In an update that moves rows, another rank raised one of these. No row moves; those that were
+                added stay on their rank until the next move.
 
         Cost: no exchange, except every ``every`` updates: one ``gather`` to rank ``dst`` and a small one.
         """
+        self._updates += 1  # of one that fails, too, so that all ranks move their rows in the same update
+        if self._every is None or self._updates % self._every:
+            self._add(indices, columns)
+            return
+        with together(self._group, timeout=self._timeout):
+            self._add(indices, columns)
+            self._move()
+        if communicators(self._group).rank != self._dst:
+            self._store.clear()
+
+    def _add(self, indices: Any, columns: Mapping[str, Tree]) -> None:
+        """Add copies of rows to those of this rank."""
         found = as_indices(indices, "MetricCollector", self.total).clone()
         schema, leaves, nbytes = copied(columns, len(found))
         self._schema = self._joined(schema)
         self._store.add(found, leaves, nbytes)
-        self._updates += 1
-        if self._every is not None and self._updates % self._every == 0:
-            self._move()
 
     def _joined(self, schema: Schema) -> Schema:
         """Return the schema of the rows that are there and of new ones."""
@@ -254,14 +265,11 @@ class MetricCollector:
         return planned(self._store, self._schema, self.total, to), to
 
     def _move(self) -> None:
-        """Move all rows to rank ``dst``, which also keeps its own."""
+        """Add all rows to those of rank ``dst``; called where all ranks learn of an error."""
         is_there = communicators(self._group).rank == self._dst
-        with together(self._group, timeout=self._timeout):
-            check_rank(communicators(self._group), "dst", self._dst)
-            empty = [one.empty() for one in self._schema.types]
-            to = Destination(self._dst, self._group, timeout=self._timeout)
-            got = arrived_rows(Store() if is_there else self._store, empty, ALL, to)
-            if got is not None:
-                self._store.add(*got, sum(map(nbytes_of, got[1])))
-        if not is_there:
-            self._store.clear()
+        check_rank(communicators(self._group), "dst", self._dst)
+        empty = [one.empty() for one in self._schema.types]
+        to = Destination(self._dst, self._group, timeout=self._timeout)
+        got = arrived_rows(Store() if is_there else self._store, empty, ALL, to)
+        if got is not None:
+            self._store.add(*got, sum(map(nbytes_of, got[1])))

@@ -1,5 +1,7 @@
 """A collector gives what one process has of all samples in order, or says what is missing."""
 
+from contextlib import nullcontext
+
 import launching
 import numpy as np
 import pytest
@@ -192,6 +194,21 @@ def test_ranks_that_differ_get_one_error(rank):
     with pytest.raises((ValueError, RemoteError), match="dst=2 is not a rank"):
         MetricCollector().compute(dst=2)
     assert easydist.gather(rank).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@distributed(world_size=2)
+def test_an_update_that_fails_on_one_rank_keeps_the_moves_in_step(rank, failing):
+    """Update 3 would move no rows, so it fails alone; update 4 would, so all ranks raise."""
+    collector = MetricCollector(total=8, every=2)
+    for number in range(1, 7):
+        rows = torch.ones(2 if rank == failing and number in {3, 4} else 1)
+        fails = number == 4 or len(rows) == 2
+        error: type[Exception] = ValueError if len(rows) == 2 else RemoteError
+        with pytest.raises(error, match=r"\['x'\] has 2 rows, indices has 1") if fails else nullcontext():
+            collector.update([number % 4 * 2 + rank], x=rows)
+    assert collector.missing().tolist() == [failing, 6 + failing]
+    assert len(collector) == (0 if rank else 10)
 
 
 def no_memory(*args):
