@@ -20,8 +20,8 @@ class Collate:
 
     Law: ``Collate(f, dataset)(samples) == f(samples)`` if there are samples. Without samples it returns ``f([sample])``
     minus one sample, which it learns by comparing ``f([sample])`` with ``f([sample, sample])``: tensors and arrays keep
-    dtype and trailing shape, keys stay, lists of one item per sample are empty, numbers that count rows or tokens are
-    0, and values that do not depend on the samples stay.
+    dtype and all dimensions but that of the samples, keys stay, lists of one item per sample are empty, numbers that
+    count rows or tokens are 0, and values that do not depend on the samples stay.
 
     Args:
         collate_fn: A function that makes a batch of a list of samples; None means torch's ``default_collate``.
@@ -66,7 +66,8 @@ def _end(one: Any, two: Any, path: str) -> Any:
     if isinstance(one, list | tuple):
         return _items(one, two, path)
     if isinstance(one, torch.Tensor | np.ndarray) and one.ndim:
-        return one[: max(2 * len(one) - len(two), 0)] if len(one) != len(two) else one
+        lengths = zip(one.shape, two.shape, strict=True)  # pad_sequence has the rows in dim 1, unless told otherwise
+        return one[tuple([slice(max(2 * a - b, 0)) for a, b in lengths])]
     if tree.is_leaf(one):
         return 2 * one - two if not _is_bool(one) else one
     if one is two or isinstance(one, str | bytes | enum.Enum):

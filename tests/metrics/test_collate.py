@@ -66,6 +66,7 @@ def test_rows_and_tokens_are_counted_and_constants_stay():
             "n_tokens": torch.tensor(tokens.numel()),
             "offsets": torch.arange(len(samples) + 1) * 3,
             "padded": pad_sequence(samples, batch_first=True),
+            "steps": pad_sequence(samples),
             "classes": torch.arange(10),
             "scale": 0.5,
             "split": Split.TEST,
@@ -77,6 +78,7 @@ def test_rows_and_tokens_are_counted_and_constants_stay():
 
     got = empty(counted, torch.ones(3))
     assert (got["rows"], got["n_tokens"].item(), got["tokens"].shape, got["padded"].shape) == (0, 0, (0,), (0, 3))
+    assert (got["steps"].shape, len(empty(lambda samples: np.stack(samples, -1), np.ones(3)))) == ((3, 0), 3)
     assert (got["offsets"].tolist(), got["classes"].shape) == ([0], (10,))
     rest = {name: got[name] for name in ("scale", "split", "name", "none", "flag", "list of names")}
     assert rest == {name: counted([torch.ones(3)])[name] for name in rest}
