@@ -33,10 +33,12 @@ def named_rank(group: Group, operation: str, name: str, value: Any, group_value:
     Returns:
         The rank, or ranks; or the error, for ``check_rank`` to raise where all ranks learn of it.
     """
-    if group_value is None and (group is None or value is UNSET or value is None):
+    if group_value is None and (value is UNSET or value is None):
         return default if value is UNSET else value
     try:
-        return _member(group, operation, name, value, group_value)
+        is_plain = group_value is None and group is None
+        rank = value if is_plain else _member(group, operation, name, value, group_value)
+        return index(rank) if hasattr(rank, "__index__") else rank  # True selects no row, and NumPy's fit no message
     except (TypeError, ValueError) as error:
         return error
 
@@ -53,7 +55,7 @@ def named_peer(group: Group, operation: str, name: str, value: Any, group_value:
     peer = named_rank(group, operation, name, value, group_value)
     if isinstance(peer, Exception):
         raise peer
-    return index(peer) if hasattr(peer, "__index__") else peer  # NumPy's and torch's integers fit no message
+    return peer
 
 
 def check_rank(comms: Communicators, name: str, rank: Any) -> None:

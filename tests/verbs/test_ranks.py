@@ -155,6 +155,14 @@ def test_a_rank_that_is_the_same_member_either_way_is_taken(rank, verb):
             assert met(verb, rank, group, {other: 3}) == 3
 
 
+@pytest.mark.parametrize("verb", [*SOURCES, *TARGETS])
+@pytest.mark.parametrize("one", [True, np.int64(1), torch.tensor([1])], ids=["bool", "numpy", "torch"])
+@distributed(world_size=3)
+def test_any_integer_names_a_rank(rank, verb, one):
+    assert met(verb, rank, None, {names(verb)[0]: one}) == 1
+    assert met(verb, rank, None, {names(verb)[1]: one}) == 1
+
+
 @distributed(world_size=4)
 def test_members_in_an_order_of_their_own(rank):
     group = dist.new_group([3, 1, 0], sort_ranks=False)
