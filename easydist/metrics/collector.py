@@ -100,8 +100,8 @@ class MetricCollector:
         Args:
             indices: The index of each row in the dataset: a tensor, an array or a list of integers.
             **columns: Tensors, arrays and lists with one row or item per sample, or trees of these; the same columns in
-                every update. Items of lists are any objects that can be pickled. Arrays of text may differ in width
-                between updates, and those of dates in their unit.
+                every update, or none if there are no rows. Items of lists are any objects that can be pickled. Arrays
+                of text may differ in width between updates, and those of dates in their unit.
 
         Raises:
             ValueError: A column has another number of rows than ``indices``, or another dtype or shape than before, or
@@ -125,18 +125,20 @@ class MetricCollector:
     def _add(self, indices: Any, columns: Mapping[str, Tree]) -> None:
         """Add copies of rows to those of this rank."""
         found = as_indices(indices, "MetricCollector", self.total).clone()
+        if not (columns or len(found)):
+            return  # of a batch without rows, for which the caller has computed nothing
         schema, leaves, nbytes = copied(columns, len(found))
         self._schema = self._joined(schema)
         self._store.add(found, leaves, nbytes)
 
     def _joined(self, schema: Schema) -> Schema:
         """Return the schema of the rows that are there and of new ones."""
-        if not self._schema.types or schema.types == self._schema.types:
+        if schema.types == self._schema.types or not (self._schema.types or len(self._store)):
             return schema
         try:
             return self._schema.joined(schema)
         except ValueError:
-            new, old = [", ".join(map(str, each.types)) for each in (schema, self._schema)]
+            new, old = [", ".join(map(str, each.types)) or "none" for each in (schema, self._schema)]
             raise ValueError(f"MetricCollector: the columns are {new}, but they were {old}") from None
 
     def state_dict(self) -> dict[str, Any]:
@@ -182,7 +184,9 @@ class MetricCollector:
             raise ValueError(f"load_state_dict: the state has {has}; pass a result of MetricCollector.state_dict")
         indices = as_indices(state["indices"], "MetricCollector", self.total)
         schema = Schema.of(codec.decode(state["schema"].clone()))
-        schema = self._joined(schema) if schema.types else self._schema  # a rank without updates has no columns
+        if not (schema.types or len(indices)):
+            return  # of a rank without updates, which has no columns
+        schema = self._joined(schema)
         self._store.load(indices, state["blocks"])
         self._schema = schema
 

@@ -182,6 +182,22 @@ def test_complex_numbers_that_are_equal_may_come_twice(rank):
 
 
 @distributed(world_size=2)
+def test_an_update_without_rows_needs_no_columns(rank):
+    collector = MetricCollector(total=2)
+    for indices in ([], [rank], []):
+        collector.update(indices, **({"x": torch.ones(1)} if indices else {}))
+    assert collector.compute()["x"].tolist() == [1.0, 1.0]
+
+
+def test_columns_that_begin_later_are_refused_at_once():
+    collector = MetricCollector(total=2)
+    collector.update([0])
+    with pytest.raises(ValueError, match=r"the columns are \['x'\] tensor float32 \(\), but they were none"):
+        collector.update([1], x=torch.ones(1))
+    assert collector.missing().tolist() == [1]
+
+
+@distributed(world_size=2)
 def test_ranks_that_differ_get_one_error(rank):
     collector = MetricCollector()
     collector.update([rank], x=torch.ones(1, dtype=torch.float64 if rank else torch.float32))
