@@ -282,6 +282,7 @@ class TorchComm(Collectives):
                 "recover: this communicator was not made by new_comm; over a process group call "
                 "easydist.recover(group=...) and wrap what it returns"
             )
+        self._operations.demand_own_process()
         self._end_exchanges()
         endpoint = Endpoint(self.store, 0, 1, self.get_device(), self._name, self.get_options(), self.time_limit)
         if self.monitor is None:

@@ -11,6 +11,7 @@ from typing import NoReturn
 from torch.distributed import Store
 
 from easydist.agreement.notes import listeners
+from easydist.base import forks
 from easydist.base.modes import demand_data
 from easydist.base.wording import reason
 from easydist.comms.failures import BROKEN, BROKEN_WRAPPED, CommDisagreement, abort, explained, is_late, later
@@ -55,7 +56,7 @@ class Operations:
         self.busy: dict[str, tuple[int, str]] = {}
         self.failure: BaseException | None = None
         self.is_final = False
-        self._operations = 0
+        self._operations, self._generation = 0, forks.generation
         self._checks = False
         self._checks = self._is_checked = self._asks_for_check(options.hints)
         self._statuses: Statuses | None = None
@@ -92,6 +93,7 @@ class Operations:
             run: Runs it.
         """
         limit = self.time_limit
+        self.demand_own_process()
         demand_data(name)
         try:
             if self._backend.compares:
@@ -102,6 +104,15 @@ class Operations:
         finally:
             if self._backend.compares:
                 self._backend.call = OWN
+
+    def demand_own_process(self) -> None:
+        """Check that this is not a forked child, which would use its parent's connections in its name.
+
+        Raises:
+            RuntimeError: This process is a forked child.
+        """
+        if forks.generation != self._generation and self._backend.size > 1:
+            raise RuntimeError(forks.NOT_A_RANK)
 
     def end(self, reason: BaseException) -> None:
         """Let no further operation begin. The first reason counts."""
@@ -132,6 +143,7 @@ class Operations:
         """Begin an operation with checked arguments, and wait for its end unless it is asynchronous."""
         if self.failure is not None or self.is_final:
             raise self._unusable(name)
+        self.demand_own_process()
         demand_data(name)
         limit = self.time_limit if hints is None and timeout is None else self._limit(hints, timeout)
         self._is_checked = self._checks if hints is None else self._asks_for_check(hints)

@@ -191,7 +191,10 @@ class GroupStatus(GroupProtocol):
         """Post a failure report for the others; the arguments are those of ``Report``.
 
         A report that is only relayed is not logged: the first rank has logged it, about this call or a later one.
+        A forked child, whose parent is the rank, posts nothing.
         """
+        if self._pid != os.getpid():
+            return
         report = Report(
             kind, text, self.rank, self.entry, self.phase, number, time.monotonic(), is_final, fields, *self.origin
         ).to_json()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from easydist.base import modes, torch_groups
+from easydist.base import forks, modes, torch_groups
 from easydist.base.eager import eager_methods
 from easydist.data.packing import as_bytes
 from easydist.errors import DisagreementError, EasydistError, RemoteError
@@ -73,6 +73,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         self._compare()
         self._group_name = self._group_desc = ""
         self.ending = threading.Lock()
+        self._generation = forks.generation
         self._under_way: list[None] = []  # one for each operation: lists change in one step, numbers do not
         self._is_closed = False
         self._batch: list[GroupWork] | None = None
@@ -400,6 +401,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             for target in targets:
                 target.deliver()
 
+        if forks.generation != self._generation and self.size() > 1:
+            raise RuntimeError(forks.NOT_A_RANK)
         modes.demand_data(operation)
         self._let_go()
         self._monitor.begin(operation, site(), NEVER)

@@ -1,8 +1,10 @@
 """The faults of torchcomms' own gloo backend, and the semantics that its page leaves out."""
 
 import gc
+import os
 import threading
 import time
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from launching import within
 
-from easydist.comms import CommTimeout, RedOpType, ReduceOp, new_comm
+from easydist.comms import CommTimeout, RedOpType, ReduceOp, new_comm, objcol
 from easydist.testing import distributed
 
 CPU = torch.device("cpu")
@@ -295,3 +297,42 @@ def test_finalize_completes_the_collectives_under_way(backend, rank):
         comm.all_reduce(large, ReduceOp.SUM, False)
         assert large.unique().tolist() == [2.0]
     comm.finalize()
+
+
+def in_a_child(call):
+    """Return the text of the error that a call raises in a forked child; empty if it raises none."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gloo has threads
+        child = os.fork()
+    if not child:
+        try:
+            call()
+        except BaseException as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text
+
+
+@pytest.mark.slow
+@on_both
+@distributed(world_size=2)
+def test_a_forked_child_does_not_end_the_communicator_of_its_parent(rank, backend):
+    comm = made(backend)
+    assert total(comm) == 2
+    if rank == 0:
+        calls = [
+            lambda: total(comm),
+            lambda: comm.send(torch.ones(1), 1, False),
+            lambda: objcol.all_gather_object(comm, [None, None], rank),
+            lambda: comm.window_allocate(8),
+            comm.recover,
+        ]
+        for call in calls:
+            assert in_a_child(call).startswith("this process was forked from a rank of the group")
+    assert total(comm) == 2  # rank 1 has waited here meanwhile

@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from datetime import timedelta
 
 import launching
@@ -91,6 +92,26 @@ def test_abort_ends_the_waits_of_others(rank):
         with pytest.raises(RemoteError, match="rank 0 has aborted"):
             dist.barrier(group=made)
     dist.barrier()
+
+
+@distributed(world_size=2)
+def test_a_forked_child_does_not_abort_the_group_of_its_parent(rank):
+    made = group()
+    dist.barrier(group=made)
+    if rank == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # gloo has threads
+            child = os.fork()
+        if not child:
+            try:
+                dist.all_reduce(torch.ones(1), group=made)
+            except RuntimeError as error:
+                made.abort()
+                os._exit(not str(error).startswith("this process was forked from a rank of the group"))
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    dist.all_reduce(tensor := torch.ones(1), group=made)  # rank 1 has waited here meanwhile
+    assert tensor.item() == 2
 
 
 @distributed(world_size=2)
