@@ -209,7 +209,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
         """Set ``output = cat([input of rank 0, …])``, or their stack."""
-        if output.nbytes != input.nbytes * self.size():
+        if not _fit(output, input, self.size()):
             raise ValueError(f"all_gather_single: {self.size()} times {seen(input)} do not fit {seen(output)}")
         target, data = Filled(output), dense(input)
         flat = as_bytes(target.dense)
@@ -336,7 +336,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
         """Set ``output = op(part of rank 0's input, …)``, where the input has one equal part for each rank."""
-        if output.nbytes * self.size() != input.nbytes:
+        if not _fit(input, output, self.size()):
             raise ValueError(f"reduce_scatter_single: {self.size()} times {seen(output)} is not {seen(input)}")
         parts = dense(input).reshape(self.size(), -1).unbind()
         return self._reduce_scatter("reduce_scatter_single", output, parts, opts)
@@ -488,10 +488,10 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         return parts
 
     def _demand_one_per_rank(self, operation: str, tensors: TensorList, own: torch.Tensor | None) -> None:
-        """Make sure that there is one tensor per rank, and that this rank's is as large as its counterpart."""
+        """Make sure that there is one tensor per rank, and that this rank's fits its counterpart."""
         if len(tensors) != self.size():
             raise ValueError(f"{operation}: needs {self.size()} tensors, one per rank, got {len(tensors)}")
-        if own is None or tensors[self.rank()].nbytes != own.nbytes:
+        if own is None or not _fit(tensors[self.rank()], own):
             has, needs = seen(tensors[self.rank()]), "nothing" if own is None else seen(own)
             raise ValueError(f"{operation}: the tensor of this rank, {has}, does not fit its counterpart, {needs}")
 
@@ -552,6 +552,11 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             late.args = (f"{late}\nThe timeout of the group, {self.timeout.total_seconds():g} s, is over.",)
             self._monitor.give_up(late)
             self._monitor.raise_if_broken()
+
+
+def _fit(whole: torch.Tensor, part: torch.Tensor, count: int = 1) -> bool:
+    """True if one tensor holds as much as several of another; bytes of another dtype would be other values."""
+    return whole.dtype == part.dtype and whole.nbytes == count * part.nbytes
 
 
 def _about(targets: Sequence[Filled], root: int | None = None, op: ReduceOp | None = None) -> About:

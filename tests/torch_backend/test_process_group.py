@@ -222,6 +222,14 @@ def test_what_is_refused(rank):
     for numel in (5, 7):
         with pytest.raises(ValueError, match=rf"2 times torch.int64 \(3,\) on cpu do not fit torch.int64 \({numel},\)"):
             made.all_gather_single(tensor.new_zeros(numel), tensor)
+    for call in (
+        lambda: made.all_gather_single(torch.zeros(6, dtype=torch.float64), tensor),
+        lambda: made.reduce_scatter_single(torch.zeros(1, dtype=torch.float64), tensor[:2]),
+        lambda: made.allgather([[torch.zeros(3, dtype=torch.float64)] * 2], [tensor]),
+        lambda: made.alltoall([torch.zeros(3, dtype=torch.float64)] * 2, [tensor] * 2),
+    ):
+        with pytest.raises(ValueError, match="float64"):
+            call()
     expanded = torch.zeros(1, 2).expand(3, 2)
     with pytest.raises(ValueError, match=r"cannot fill torch.float32 \(3, 2\) on cpu, which is expanded; fill a clone"):
         dist.all_reduce(expanded, group=made)
