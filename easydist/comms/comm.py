@@ -87,7 +87,12 @@ class TorchComm(Collectives):
             self.store_of_verbs = PrefixStore("verbs", made.store)
 
     def core(self) -> Collectives:
-        """Return the same ranks and backend for easydist's verbs, without hooks and time limits of its own."""
+        """Return the same ranks and backend for easydist's verbs, without hooks and time limits of its own.
+
+        Raises:
+            RuntimeError: This process is a forked child.
+        """
+        self._operations.demand_own_process()
         return Collectives(self._backend, self._name)
 
     def exchange(self, name: str, run: Callable[[Collectives, timedelta], T]) -> T:

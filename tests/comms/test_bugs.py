@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from launching import within
 
+import easydist
 from easydist.comms import CommTimeout, RedOpType, ReduceOp, new_comm, objcol
 from easydist.testing import distributed
 
@@ -331,6 +332,7 @@ def test_a_forked_child_does_not_end_the_communicator_of_its_parent(rank, backen
             lambda: comm.send(torch.ones(1), 1, False),
             lambda: objcol.all_gather_object(comm, [None, None], rank),
             lambda: comm.window_allocate(8),
+            lambda: easydist.gather(1, group=comm),
             comm.recover,
         ]
         for call in calls:
