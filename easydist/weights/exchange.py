@@ -35,6 +35,8 @@ BUCKET_NBYTES = 64 << 20
 
 _LEAST = 1 << 10
 
+_FOR_OPTIMIZERS = "Pass optimizers of one class, with the same parameters in the same groups and the same order."
+
 
 class Sending(NamedTuple):
     """The source's settings, which apply to all ranks.
@@ -72,6 +74,12 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
     """
 
     noted: Mapping[str, Any]
+    advice = (
+        "strict=False leaves out names that only one side has, filter= and rename= on either side change what is "
+        "compared; shapes have to be equal."
+    )
+    """What to do if a receiver has other entries."""
+
     takes_whole_mesh = True
     """True if a single source stands for all ranks of the mesh over which its entries are sharded."""
 
@@ -204,8 +212,8 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
 
         every = judged(comms, self.operation, judge)
         if rows := {rank: one["rows"] for rank, one in every.items() if "rows" in one}:
-            is_optimizer = "optimizer" in found[0].about
-            raise shared(comms, DisagreementError(disagreement(self.operation, self._first, rows, is_optimizer)))
+            advice = _FOR_OPTIMIZERS if "optimizer" in found[0].about else self.advice
+            raise shared(comms, DisagreementError(disagreement(self.operation, self._first, rows, advice)))
         self._reports = every
         return found[0]
 

@@ -111,6 +111,8 @@ class Publish(BroadcastWeights):
         changed: The publisher's entries that differ from its previous version; None means all.
     """
 
+    advice = "filter= and rename= of the WeightPublisher change what is sent; shapes have to be equal."
+
     def __init__(
         self,
         holder: Holder,

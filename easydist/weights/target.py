@@ -260,14 +260,8 @@ def _described(value: Any) -> str:
     return type_text(value.dtype, value.shape) if is_tensor(value) else "no tensor"
 
 
-def disagreement(operation: str, src: int, misfits: Mapping[int, Sequence[Row]], is_optimizer: bool) -> str:
+def disagreement(operation: str, src: int, misfits: Mapping[int, Sequence[Row]], advice: str) -> str:
     """Describe the entries of receivers or further sources that differ from the first source's, one per line."""
     lines = misfit_lines(src, misfits)
     title = f"{operation}: ranks disagree on {some(len(lines), 'entry', 'entries')}"
-    advice = (
-        "strict=False leaves out names that only one side has, filter= and rename= on either side change what is "
-        "compared; shapes have to be equal."
-    )
-    if is_optimizer:
-        advice = "Pass optimizers of one class, with the same parameters in the same groups and the same order."
     return "\n".join([title, *listed(lines), f"Nothing was written. {advice}"])

@@ -83,6 +83,7 @@ def test_what_cannot_be_a_version_is_refused_everywhere(rank):
     if rank == 0:
         member = WeightPublisher({"other": torch.ones(1)})
     refused(DisagreementError, "other  rank 0: float32 \\(1,\\)   rank 1: missing", 6)
+    refused(DisagreementError, "filter= and rename= of the WeightPublisher change what is sent", 6)
     if rank == 0:
         member = WeightPublisher(state(8))
     assert step(8) == 8
