@@ -52,7 +52,10 @@ class Objects(Members):
             src: The source.
 
         Raises:
-            RemoteError: The object cannot travel. With a queue only the source raises, and it has sent nothing.
+            RemoteError: The object cannot travel. With a queue the source alone raises the encoder's error, a
+                ``TypeError`` or an ``UnsafeObjectError``, and has sent nothing.
+            EOFError: With a queue, the source has destroyed its coordinator.
+            BrokenPipeError: With a queue, a reader has.
             ValueError: ``src`` is not a rank of the group.
 
         Cost: one header exchange, which also carries a small object. With ``use_message_queue_broadcaster``, one
