@@ -227,10 +227,12 @@ class TorchComm(Collectives):
             The communicator; None for an empty list.
 
         Raises:
-            RuntimeError: A rank does not exist or is listed twice, this rank is not a member, or some members did not
-                come in time (CommTimeout), have ended (CommPeerLost), recover this communicator (CommRemoteError), or
-                wait for this rank in a ``split`` with another list (CommDisagreement, on all of these ranks).
+            RuntimeError: A rank does not exist or is listed twice, this rank is not a member, this process is a forked
+                child, or some members did not come in time (CommTimeout), have ended (CommPeerLost), recover this
+                communicator (CommRemoteError), or wait for this rank in a ``split`` with another list
+                (CommDisagreement, on all of these ranks).
         """
+        self._operations.demand_own_process()
         members = self._members(ranks)
         checked_hints(hints)
         limit = limited(checked_timeout(timeout), self.time_limit)

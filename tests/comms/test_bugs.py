@@ -334,6 +334,7 @@ def test_a_forked_child_does_not_end_the_communicator_of_its_parent(rank, backen
             lambda: comm.window_allocate(8),
             lambda: easydist.gather(1, group=comm),
             comm.recover,
+            lambda: comm.split([0, 1], "both", timeout=timedelta(seconds=0.1)),
         ]
         for call in calls:
             assert in_a_child(call).startswith("this process was forked from a rank of the group")
