@@ -38,9 +38,12 @@ def named_rank(group: Group, operation: str, name: str, value: Any, group_value:
     try:
         is_plain = group_value is None and group is None
         rank = value if is_plain else _member(group, operation, name, value, group_value)
-        return index(rank) if hasattr(rank, "__index__") else rank  # True selects no row, and NumPy's fit no message
     except (TypeError, ValueError) as error:
         return error
+    try:
+        return index(rank)  # True selects no row, and NumPy's integers fit no message
+    except Exception:  # several ranks, or what ``check_rank`` refuses, where all ranks learn of it
+        return rank
 
 
 def named_peer(group: Group, operation: str, name: str, value: Any, group_value: Any) -> Any:
@@ -74,8 +77,10 @@ def check_rank(comms: Communicators, name: str, rank: Any) -> None:
         raise rank
     if rank is None:
         return
-    if not hasattr(rank, "__index__"):
-        raise TypeError(f"{name}={rank!r} is not a rank: pass an integer")
+    try:
+        index(rank)
+    except TypeError:
+        raise TypeError(f"{name}={rank!r} is not a rank: pass an integer") from None
     if not 0 <= rank < comms.size:
         raise ValueError(f"{name}={rank} is not a rank of the group, which has {counted(comms.size)}")
 
