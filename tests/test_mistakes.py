@@ -260,7 +260,7 @@ MISTAKES = {
     ),
     "a number of samples as text": (
         lambda: easydist.MetricCollector("x"),
-        TypeError("MetricCollector: total='x' is not a number of samples"),
+        TypeError("MetricCollector: total='x' is not a number of samples: pass an integer"),
     ),
     "more rows than indices": (
         lambda: easydist.MetricCollector(2).update([0], x=torch.ones(2)),

@@ -9,12 +9,12 @@ import os
 import sys
 import threading
 from datetime import timedelta
-from operator import index
 from types import TracebackType
 
 import numpy as np
 
 from easydist.agreement.notes import Notes, listeners
+from easydist.base.arguments import integer
 from easydist.base.torch_private import backward_id
 from easydist.base.wording import counted
 from easydist.errors import OverlappingCallError
@@ -94,14 +94,13 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
 
     def _other_rank(self, peer: int) -> int:
         """Return the peer as the integer that reports take, which are JSON."""
-        if not hasattr(peer, "__index__"):
-            raise TypeError(f"{self._operation}: {self._name}={peer!r} is not a rank: pass an integer")
+        peer = integer(f"{self._operation}: {self._name}", peer, "a rank")
         if not 0 <= peer < self._comms.size or peer == self._comms.rank:
             raise ValueError(
                 f"{self._operation}: {self._name}={peer} is not another rank of the group, which has "
                 f"{counted(self._comms.size)}; this is rank {self._comms.rank}"
             )
-        return index(peer)
+        return peer
 
     def _begin(self, comms: Communicators) -> None:
         comms.demand_own_process()

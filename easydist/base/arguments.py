@@ -54,15 +54,35 @@ def hiding(*names: str, **defaults: Any) -> Callable[[F], F]:
     return decorate
 
 
+def integer(name: str, value: Any, what: str) -> int:
+    """Return an argument as an integer: that of a ``bool``, of NumPy's integers, of a tensor of one element, too.
+
+    Args:
+        name: The argument.
+        value: Its value.
+        what: What it has to be, with its article.
+
+    Raises:
+        TypeError: It is not an integer.
+
+    Example:
+        >>> integer("dim", 0.5, "a dimension")
+        Traceback (most recent call last):
+        TypeError: dim=0.5 is not a dimension: pass an integer
+    """
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is not {what}: pass an integer") from None
+
+
 def dimension(dim: Any) -> int:
     """Return a dimension as an integer.
 
     Raises:
         TypeError: It is not an integer.
     """
-    if not hasattr(dim, "__index__"):
-        raise TypeError(f"dim={dim!r} is not a dimension: pass an integer")
-    return index(dim)
+    return integer("dim", dim, "a dimension")
 
 
 def either(operation: str, name: str, value: Any, other_name: str, other: Any, default: Any = UNSET) -> Any:

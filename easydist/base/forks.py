@@ -30,6 +30,19 @@ generation = 0
 _parents_rank: tuple[str | None, str | None] | None = None
 
 
+def demand_own(since: int) -> None:
+    """Check that this process has not been forked since it joined a group, and so does not pose as its parent.
+
+    Args:
+        since: The value of ``generation`` at that time.
+
+    Raises:
+        RuntimeError: It has.
+    """
+    if generation != since:
+        raise RuntimeError(NOT_A_RANK)
+
+
 def _rank() -> tuple[str | None, str | None]:
     return os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from easydist.cli.ranks import Rank, Ranks, grouped, stack_of
-from easydist.cluster.connection import connect, disconnect, environment
+from easydist.cluster.connection import connect, disconnect, with_package
 
 _START, _SECONDS, _STACK = 60.0, 5.0, 20.0
 """The time for the first answer of a node, for each further one, and for a stack."""
@@ -30,7 +30,7 @@ class ClusterRanks:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._ray, env = ray, environment(None, None)
+        self._ray, env = ray, with_package({}, None)
         actor = ray.remote(num_cpus=0)(_Observer)
         nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         there = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from easydist.agreement.calling import seconds
 from easydist.cluster import failures
-from easydist.cluster.connection import connect, demand_ray, disconnect, environment
+from easydist.cluster.connection import connect, demand_ray, disconnect, environment, with_package
 from easydist.cluster.facts import Facts
 from easydist.cluster.placement import STRATEGIES, Placement
 from easydist.cluster.worker import RankActor
@@ -98,9 +98,9 @@ class Actors:
             self._has_connected = connect(self._address, self._size * self.resources.get("CPU", 0))
         deadline = time.monotonic() + self.limit
         if self._placement is None:
-            environment(self._asked_environment, self._ship)  # a wrong one is refused before the wait for resources
+            env = environment(self._asked_environment)  # a wrong one is refused before the wait for resources
             self._placement = Placement(self._size, self.resources, self._strategy, self.limit, self._nodes)
-            self._environment = environment(self._asked_environment, self._ship)  # nodes may have joined meanwhile
+            self._environment = with_package(env, self._ship)  # nodes may have joined meanwhile
         for rank in ranks:
             self.end(rank)
         try:

@@ -63,12 +63,8 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-def environment(runtime_env: dict[str, Any] | None, ship: bool | None) -> dict[str, Any]:
-    """Return the runtime environment of the ranks, with local folders replaced by uploaded copies.
-
-    Args:
-        runtime_env: The user's.
-        ship: True to send this process's easydist along; None to do so unless all nodes are this machine.
+def environment(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a user's runtime environment, with local folders replaced by uploaded copies.
 
     Raises:
         TypeError: A value has a type that Ray does not take.
@@ -77,12 +73,22 @@ def environment(runtime_env: dict[str, Any] | None, ship: bool | None) -> dict[s
     from ray.runtime_env import RuntimeEnv
 
     env = dict(runtime_env or {})
-    if not is_here() if ship is None else ship:
-        env["py_modules"] = [*env.get("py_modules", ()), str(Path(__file__).parents[1])]
     if {"py_modules", "working_dir"} & env.keys():
         env = _uploaded(env)
     RuntimeEnv(**env)  # raises
     return env
+
+
+def with_package(env: dict[str, Any], ship: bool | None) -> dict[str, Any]:
+    """Return a runtime environment that also brings this process's easydist.
+
+    Args:
+        env: The result of ``environment``.
+        ship: False to return it as it is; None to do so if all nodes are this machine.
+    """
+    if is_here() if ship is None else not ship:
+        return env
+    return _uploaded(env | {"py_modules": [*env.get("py_modules", ()), str(Path(__file__).parents[1])]})
 
 
 def is_here(nodes: int = 1) -> bool:

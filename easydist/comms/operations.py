@@ -111,8 +111,8 @@ class Operations:
         Raises:
             RuntimeError: This process is a forked child.
         """
-        if forks.generation != self._generation and self._backend.size > 1:
-            raise RuntimeError(forks.NOT_A_RANK)
+        if self._backend.size > 1:
+            forks.demand_own(self._generation)
 
     def end(self, reason: BaseException) -> None:
         """Let no further operation begin. The first reason counts."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import time
 from collections import deque
@@ -19,8 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from easydist import memory
-from easydist.base import torch_groups
-from easydist.base.forks import NOT_A_RANK
+from easydist.base import forks, torch_groups
 from easydist.base.gloo_threads import run_after_ranks
 from easydist.data.packing import Packed, Packing
 from easydist.errors import EasydistError
@@ -168,7 +166,7 @@ class Communicators:
             self._use(control)
         self.has_met = self._is_recorded = self.size == 1
         self._waits_in_cpp = True
-        self._pid = os.getpid()
+        self._generation = forks.generation
 
     def demand_own_process(self) -> None:
         """Check that this is not a forked child, which would pose as its parent.
@@ -176,8 +174,7 @@ class Communicators:
         Raises:
             RuntimeError: This process is a forked child.
         """
-        if os.getpid() != self._pid:
-            raise RuntimeError(NOT_A_RANK)
+        forks.demand_own(self._generation)
 
     def met(self, timeout: timedelta | None = None, check: Callable[[], None] = nothing) -> Communicators:
         """Let the ranks meet if they have not met yet, and return these communicators.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from easydist.agreement.runner import reported
-from easydist.base.arguments import UNSET, hiding
+from easydist.base.arguments import UNSET, hiding, integer
 from easydist.base.eager import eager_methods
 from easydist.format import codec
 from easydist.metrics.columns import Schema
@@ -76,9 +76,7 @@ class MetricCollector:
     ) -> None:
         if every is not None and index(every) < 1:
             raise ValueError(f"MetricCollector: every={every} is not a number of updates")
-        if not (total is None or hasattr(total, "__index__")):
-            raise TypeError(f"MetricCollector: total={total!r} is not a number of samples")
-        self.total = None if total is None else index(total)
+        self.total = None if total is None else integer("MetricCollector: total", total, "a number of samples")
         self._every, self._rtol, self._group, self._timeout = every, rtol, group, timeout
         self._dst = named_rank(group, "MetricCollector", "dst", dst, group_dst)
         self._store = Store(spill_nbytes, directory)

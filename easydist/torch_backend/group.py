@@ -401,8 +401,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             for target in targets:
                 target.deliver()
 
-        if forks.generation != self._generation and self.size() > 1:
-            raise RuntimeError(forks.NOT_A_RANK)
+        if self.size() > 1:
+            forks.demand_own(self._generation)
         modes.demand_data(operation)
         self._let_go()
         self._monitor.begin(operation, site(), NEVER)

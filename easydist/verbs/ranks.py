@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from easydist.base import torch_groups
-from easydist.base.arguments import UNSET, either
+from easydist.base.arguments import UNSET, either, integer
 from easydist.base.wording import counted
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
@@ -77,11 +77,7 @@ def check_rank(comms: Communicators, name: str, rank: Any) -> None:
         raise rank
     if rank is None:
         return
-    try:
-        index(rank)
-    except TypeError:
-        raise TypeError(f"{name}={rank!r} is not a rank: pass an integer") from None
-    if not 0 <= rank < comms.size:
+    if not 0 <= integer(name, rank, "a rank") < comms.size:
         raise ValueError(f"{name}={rank} is not a rank of the group, which has {counted(comms.size)}")
 
 

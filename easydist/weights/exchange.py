@@ -78,7 +78,7 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         "strict=False leaves out names that only one side has, filter= and rename= on either side change what is "
         "compared; shapes have to be equal."
     )
-    """What to do if a receiver has other entries."""
+    """The advice if a receiver has other entries."""
 
     takes_whole_mesh = True
     """True if a single source stands for all ranks of the mesh over which its entries are sharded."""
@@ -120,11 +120,11 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         """Raise on a receiver if it does not accept the notes."""
 
     def answer(self) -> Mapping[str, Any]:
-        """Return what all ranks have to know of this receiver before the data moves."""
+        """Return what all ranks have to know of this receiver before the data moves; ``lacks`` if it takes all."""
         return {}
 
-    def taken(self, manifest: Manifest, answer: Mapping[str, Any]) -> Set[str] | None:
-        """Return the keys of the entries that a receiver with this answer takes, the same on all ranks; None: all."""
+    def enough(self, manifest: Manifest) -> Set[str] | None:
+        """Return the keys of the entries that are enough for a receiver, unless it ``lacks`` others; None means all."""
         return None
 
     def begin(self, manifest: Manifest, only: Set[str] | None) -> None:
@@ -171,8 +171,9 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         if comms.size == 1 and not self.is_receiver(0, [0]):
             return
         manifest = self._accept(comms, bytes(agreed.payload_of(comms, self._first).numpy()))
-        only = self.taken(manifest, self._reports.get(comms.rank, {}))
-        packets = self._scheduled(comms, manifest)
+        enough = self.enough(manifest)
+        packets = self._scheduled(comms, manifest, enough)
+        only = None if "lacks" in self._reports.get(comms.rank, {}) else enough
         self.begin(manifest, only)
         digests = Digests() if manifest.about["verify"] else None
         shown = self._shows_progress and comms.rank == 0
@@ -249,23 +250,20 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         self._source = Source(state, names, None if dtype is None else getattr(torch, dtype), {}, manifest.names)
         return manifest.differing(read(bytes(self._source.header.numpy())))
 
-    def _scheduled(self, comms: Communicators, manifest: Manifest) -> list[Packet]:
+    def _scheduled(self, comms: Communicators, manifest: Manifest, enough: Set[str] | None) -> list[Packet]:
         sources, reports = manifest.about["sources"], self._reports
         held = {rank: one["held"] for rank, one in reports.items() if "held" in one}
         # A rank that is no source, but does not receive either, has reported that it wants None.
         others = [rank for rank in range(comms.size) if rank not in sources or self.is_receiver(rank, sources)]
-        wanted = {rank: self._wanted_by(manifest, reports.get(rank, {})) for rank in others}
+        answers = {rank: reports.get(rank, {}) for rank in others}
+        wanted = {rank: one for rank in others if (one := answers[rank].get("wanted", {})) is not None}
+        if enough is not None:
+            kept = dict.fromkeys(manifest.index.keys() - enough)
+            wanted |= {rank: one | kept for rank, one in wanted.items() if "lacks" not in answers[rank]}
         try:
-            return manifest.packets(held, {rank: one for rank, one in wanted.items() if one is not None})
+            return manifest.packets(held, wanted)
         except ValueError as error:
             raise shared(comms, IncompleteSourcesError(f"{self.operation}: {error}")) from None
-
-    def _wanted_by(self, manifest: Manifest, report: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the blocks that a rank with this report wants of the entries of which it does not want all."""
-        wanted: Mapping[str, Any] | None = report.get("wanted", {})
-        if wanted is None or (taken := self.taken(manifest, report)) is None:
-            return wanted
-        return {**wanted, **dict.fromkeys(manifest.index.keys() - taken)}
 
     def _move(self, comms: Communicators, packets: Sequence[Packet], under_way: UnderWay) -> Iterator[None]:
         """Send each packet from its source to the ranks that want it, and yield on the way.

@@ -8,6 +8,7 @@ from typing import Any
 from easydist.agreement.agree import agree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
+from easydist.base.arguments import integer
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group
@@ -173,10 +174,7 @@ class Publish(BroadcastWeights):
             ValueError: The version is not newer than the one that this member has published, or an entry is unknown.
         """
         newest = self._holder.newest
-        version = newest + 1 if self._version is None else self._version
-        if not hasattr(version, "__index__"):
-            raise TypeError(f"version={version!r} is not a version: pass an integer")
-        version = int(version)
+        version = newest + 1 if self._version is None else integer("version", self._version, "a version")
         if version <= newest and not self._is_known:
             raise ValueError(f"version {version} is not newer than {newest}, which was published before")
         self._version = version
@@ -216,9 +214,9 @@ class Publish(BroadcastWeights):
         base = self.noted.get("base")
         return {} if base is None or self._holder.has(base, self._streams, self._manifest) else {"lacks": True}
 
-    def taken(self, manifest: Manifest, answer: Mapping[str, Any]) -> Set[str] | None:
-        """Return the changed entries if the receiver has the others; entries that are not tensors always travel."""
-        if "changed" not in self.noted or "lacks" in answer:
+    def enough(self, manifest: Manifest) -> Set[str] | None:
+        """Return the changed entries; those that are not tensors always travel."""
+        if "changed" not in self.noted:
             return None
         keys = {manifest.names[name] for name in self.noted["changed"]}
         return manifest.extra().union(key for key in keys if key is not None)

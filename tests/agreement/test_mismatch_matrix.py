@@ -66,6 +66,7 @@ CASES = {
         "a dst that is no rank": (FAULT, "dst=9", lambda on: on.call(GRID, dst=on.pick(0, 9))),
         "a negative dst": (FAULT, "dst=-1", lambda on: on.call(GRID, dst=on.pick(0, -1))),
         "a fractional dst": (FAULT, "rank {odd}: TypeError", lambda on: on.call(GRID, dst=on.pick(0, 0.5))),
+        "a dst that raises": (FAULT, "rank {odd}: OSError: cursed", lambda on: on.call(GRID, dst=on.pick(0, Cursed()))),
         "a dst that is text": (FAULT, "rank {odd}: TypeError", lambda on: on.call(GRID, dst=on.pick(0, "0"))),
         "no such dim": (FAULT, "no dim 7", lambda on: on.call(GRID, dim=on.pick(0, 7))),
         "a dim of None": (FAULT, "rank {odd}: TypeError", lambda on: on.call(GRID, dim=on.pick(0, None))),

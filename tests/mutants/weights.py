@@ -229,9 +229,9 @@ MUTANTS = [
         "tests/weights/test_deltas.py::test_a_version_that_failed_leaves_nothing_in_the_next_one",
     ),
     Mutant(
-        "weights/holders.py",
-        "Publish.taken",
-        ' or "lacks" in answer',
+        "weights/exchange.py",
+        "BroadcastWeights._scheduled",
+        ' if "lacks" not in answers[rank]',
         "",
         "tests/weights/test_deltas.py::test_only_what_has_changed_travels",
     ),
