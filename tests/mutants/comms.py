@@ -136,4 +136,11 @@ MUTANTS = [
         "",
         "tests/comms/test_window.py::test_bounds_are_checked_and_sizes_agree",
     ),
+    Mutant(
+        "comms/operations.py",
+        "Operations.demand_own_process",
+        "self._backend.size > 1",
+        "False",
+        "tests/comms/test_bugs.py::test_a_forked_child_does_not_end_the_communicator_of_its_parent",
+    ),
 ]

@@ -124,4 +124,11 @@ MUTANTS = [
         "",
         "tests/metrics/test_gather_for_metrics.py::test_rows_that_do_not_fit_the_last_step_are_refused",
     ),
+    Mutant(
+        "metrics/collector.py",
+        "MetricCollector.update",
+        "            self._add(indices, columns)\n            self._move()",
+        "            self._move()\n        self._add(indices, columns)",
+        "tests/metrics/test_collector.py",
+    ),
 ]

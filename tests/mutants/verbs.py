@@ -87,4 +87,11 @@ MUTANTS = [
         "if _LENGTHS.size + sum(lengths) > message.numel():",
         "tests/verbs/test_tensor_dict_faults.py",
     ),
+    Mutant(
+        "verbs/ranks.py",
+        "named_rank",
+        "return index(rank)",
+        "return rank",
+        "tests/verbs/test_ranks.py::test_any_integer_names_a_rank",
+    ),
 ]

@@ -235,4 +235,26 @@ MUTANTS = [
         "",
         "tests/weights/test_deltas.py::test_only_what_has_changed_travels",
     ),
+    Mutant(
+        "weights/versions.py",
+        "WeightReceiver.begin",
+        "        self.arrived = None  # its memory is about to change\n",
+        "",
+        "tests/weights/test_versions.py::"
+        "test_a_version_that_waits_for_commit_is_gone_once_another_one_comes_into_its_memory",
+    ),
+    Mutant(
+        "weights/versions.py",
+        "WeightReceiver.room",
+        "self._swaps and self._spare_layout != manifest.layout",
+        "False",
+        "tests/weights/test_deltas.py::test_versions_of_other_entries_arrive_without_a_model",
+    ),
+    Mutant(
+        "weights/holders.py",
+        "Publish.state",
+        "self.takes_whole_mesh and self._holder.receives",
+        "False",
+        "tests/weights/test_versions.py::test_a_receiver_whose_rank_is_src_is_refused_everywhere",
+    ),
 ]
