@@ -32,7 +32,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 PRELOADED = ["easydist.testing.worker", "pytest", "hypothesis", "torchmetrics", "torcheval.metrics", "tensordict"]
 """The modules that the fork server loads once for all ranks: each rank would need five seconds for them."""
 
-LONGEST = ("tests/test_leaks.py", "tests/slurm/")
+LONGEST = ("tests/test_leaks.py", "tests/test_links.py", "tests/slurm/")
 """The files that wait longest, with the processor idle."""
 
 unmarked = []

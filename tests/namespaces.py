@@ -1,14 +1,19 @@
 """Hosts that are namespaces of this machine: each has its own network, processes, mounts and name."""
 
 import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 LINK = "hosts0"
 """The interface by which a host reaches the others."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def address(number):
@@ -16,13 +21,22 @@ def address(number):
     return f"10.77.0.{number}"
 
 
+def enter(pid, *names):
+    """Enter the namespaces of a process."""
+    for descriptor in [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in names]:
+        if _libc.setns(descriptor, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
-def hosts(count, private=None):
+def hosts(count, private=None, wire=None):
     """Start hosts on one network, which end with this process.
 
     Args:
         count: Their number.
         private: A folder of which each has its own, empty at first.
+        wire: The properties of their network (``wires.Wire``); None for one that takes no time.
 
     Yields:
         The pids of the processes that keep their namespaces.
@@ -31,7 +45,7 @@ def hosts(count, private=None):
         pytest.skip("network namespaces need root, ip, nsenter and unshare")
     with contextlib.ExitStack() as stack:
         pids = [stack.enter_context(_host(number, private)) for number in range(1, count + 1)]
-        _link(pids)
+        stack.enter_context(_wired(pids, wire)) if wire else _link(pids)
         yield pids
 
 
@@ -68,6 +82,21 @@ def _link(pids):
     for step in steps:
         if (done := subprocess.run(step, capture_output=True, text=True, check=False)).returncode:
             pytest.skip(f"no links between namespaces here: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def _wired(pids, wire):
+    """Connect hosts by a process that passes on their packets."""
+    with subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("wires.py"), LINK, *map(str, wire), *map(str, pids)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as relay:
+        if not relay.stdout.readline():
+            pytest.skip(f"no TUN devices here: {relay.stderr.read().decode().strip()}")
+        yield
+        relay.stdin.close()
 
 
 def on(pid, *command):

@@ -108,7 +108,7 @@ HOSTS += ["named/cut-3"]  # the last one, since it cuts the link
 def on_two_hosts():
     """Return for each case the outcomes of its ranks, in order, and their exit statuses, host by host."""
     with namespaces.hosts(2) as pids:
-        rows = run("hosts.py", namespaces.LINK, *pids, *HOSTS)
+        rows = run("hosts.py", namespaces.LINK, 2, *pids, *HOSTS)
     found = {case: ({}, {}) for case in HOSTS}
     for row in rows:
         by_rank, statuses = found[row["case"]]

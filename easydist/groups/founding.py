@@ -14,10 +14,12 @@ from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.reconnecting import reconnect
 from easydist.liveness.limited import NoAnswerError
 from easydist.liveness.monitor import Monitor
-from easydist.liveness.rules import PATIENCE
 from easydist.liveness.status import nothing
 from easydist.liveness.timed_store import TimedStore
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
+
+_APPEARS_WITHIN = 5.0
+"""Seconds that a rank takes to reach the store before its first call: rank 0, which may serve it, may start later."""
 
 
 class Founding(NamedTuple):
@@ -86,9 +88,9 @@ def appear(founding: Founding, monitor: Monitor) -> Store | None:
     """Reach the store before the first call, and publish the identity of this rank there.
 
     Returns:
-        The group's store; None if it is not reached in a moment, for a reason that the first call will name.
+        The group's store; None if it is not reached in some seconds, for a reason that the first call will name.
     """
-    limit = min(founding.timeout, PATIENCE)
+    limit = min(founding.timeout, _APPEARS_WITHIN)
     try:
         store = PrefixStore("easydist", founding.reach(limit, nothing))
     except (NoAnswerError, DistError):

@@ -16,7 +16,7 @@ from easydist.errors import EasydistError
 from easydist.liveness.events import Announced, Do, Replies, Step
 from easydist.liveness.rules import CallProtocol
 
-CONNECTED = 30.0
+CONNECTED = 120.0
 """Seconds within which ranks that have all come are connected."""
 
 SHORTEST = 0.05

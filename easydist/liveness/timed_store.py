@@ -31,6 +31,9 @@ T = TypeVar("T")
 POLL = 0.005
 """Seconds between two looks for a key: the store's own wait cannot be interrupted."""
 
+_MOST_PATIENCE, _FORGOTTEN = 5.0, 0.9
+"""The longest wait for an answer, in seconds, and the factor by which waits get shorter with each faster answer."""
+
 _DELETED = "\0deleted"
 
 _DIGITS = 9
@@ -44,6 +47,9 @@ not signed with this process's job key."""
 class TimedStore:
     """A ``torch.distributed`` store that never blocks the caller for long.
 
+    How long depends on the answers before: a question may take several ways to another continent, and an answer that
+    comes too late is lost. So the caller waits twice as long as for the slowest of the last answers.
+
     Args:
         store: The store.
 
@@ -56,6 +62,7 @@ class TimedStore:
         self.has_answered = False
         self._unanswered: Future[Any] | None = None
         self._caller: Caller | None = None
+        self._patience = PATIENCE
 
     @property
     def is_silent(self) -> bool:
@@ -196,7 +203,7 @@ class TimedStore:
         return int(within(seconds, lambda: self._store.add(key, amount)))
 
     def _ask(self, question: Callable[[], T], is_lasting: bool = False) -> T | None:
-        asked, self.has_answered = functools.partial(_answered, question), False
+        asked, self.has_answered = functools.partial(self._answered, question), False
         if self.is_silent:
             if is_lasting and self._caller is not None:
                 self._unanswered = self._caller.begin(asked)  # it stays silent until this is done, too
@@ -204,7 +211,7 @@ class TimedStore:
         caller, self._caller = self._caller or idle_caller(), None
         answer = caller.begin(asked)
         try:
-            value = answer.result(PATIENCE)
+            value = answer.result(self._patience)
             self.has_answered = True
             return value
         except Unanswered:
@@ -214,6 +221,18 @@ class TimedStore:
                 release(caller)
             else:
                 self._caller, self._unanswered = caller, answer
+
+    def _answered(self, question: Callable[[], T]) -> T:
+        began = time.monotonic()
+        try:
+            return question()
+        except RuntimeError:
+            raise
+        except Exception as error:  # a store written in Python may raise anything
+            raise RuntimeError(f"the store has failed: {error!r}") from error
+        finally:
+            usual = max(PATIENCE, _FORGOTTEN * self._patience)
+            self._patience = min(max(usual, 2 * (time.monotonic() - began)), _MOST_PATIENCE)
 
 
 _AT_ONCE = 100
@@ -296,15 +315,6 @@ def _values(store: Any, keys: Sequence[str]) -> list[bytes | None]:
         return [*store.multi_get(keys)] if store.has_extended_api() else [store.get(key) for key in keys]
     half = len(keys) // 2
     return [*_values(store, keys[:half]), *_values(store, keys[half:])] if half else [None]
-
-
-def _answered(question: Callable[[], T]) -> T:
-    try:
-        return question()
-    except RuntimeError:
-        raise
-    except Exception as error:  # a store written in Python may raise anything
-        raise RuntimeError(f"the store has failed: {error!r}") from error
 
 
 def served(host: str, port: int, seconds: float, only_there: bool = False) -> TCPStore:

@@ -12,7 +12,9 @@ from torch.distributed import HashStore, TCPStore
 
 from easydist.errors import PeerLostError, WireError
 from easydist.liveness.limited import NoAnswerError, within
+from easydist.liveness.log import Log
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.rules import PATIENCE
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore
 
@@ -108,6 +110,35 @@ def test_a_stopped_store_holds_up_no_other_and_gets_in_order_what_was_written_me
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert stopped.order == ["a", "b", "c", "log/1"]
+
+
+class Far(HashStore):
+    """A store on another continent: each question takes its time."""
+
+    def check(self, keys):
+        time.sleep(WAY)
+        return super().check(keys)
+
+    def get(self, key):
+        time.sleep(WAY)
+        return super().get(key)
+
+    def multi_get(self, keys):
+        time.sleep(WAY)
+        return super().multi_get(keys)
+
+
+WAY = PATIENCE / 3
+"""The seconds of one question, of which ``entries`` needs four."""
+
+
+@pytest.mark.slow
+def test_a_store_that_always_takes_longer_than_usual_is_heard():
+    store, log, deadline = TimedStore(Far()), Log("log"), time.monotonic() + launching.within(20)
+    log.append(store, 1, "first")
+    while not (found := log.last(store)):
+        assert time.monotonic() < deadline
+    assert found == {1: b"first"}
 
 
 def test_a_call_that_returns_too_late_is_given_up_and_its_result_discarded():

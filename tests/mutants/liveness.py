@@ -112,8 +112,8 @@ MUTANTS = [
     Mutant(
         "liveness/timed_store.py",
         "TimedStore._ask",
-        "functools.partial(_answered, question), False",
-        "functools.partial(_answered, question), True",
+        "functools.partial(self._answered, question), False",
+        "functools.partial(self._answered, question), True",
         "tests/liveness/test_timed_store.py tests/survivors/test_recovery.py",
     ),
     Mutant(
@@ -220,6 +220,13 @@ MUTANTS = [
         'is_late = "imed out" in str(error) and not is_unreachable',
         'is_late = "imed out" in str(error)',
         "tests/test_leaks.py",
+    ),
+    Mutant(
+        "liveness/timed_store.py",
+        "TimedStore._answered",
+        "min(max(usual, 2 * (time.monotonic() - began)), _MOST_PATIENCE)",
+        "usual",
+        "tests/liveness/test_timed_store.py::test_a_store_that_always_takes_longer_than_usual_is_heard",
     ),
     Mutant(
         "liveness/log.py",

@@ -1,13 +1,12 @@
-"""Four ranks on two hosts, which are network namespaces with a link between them. Each prints its outcome as JSON.
+"""Ranks on hosts that are network namespaces with links between them. Each rank prints its outcome as JSON.
 
-python tests/scripts/hosts.py LINK PID PID named/verbs containers/kill-3 …
+python tests/scripts/hosts.py LINK RANKS PID PID … named/verbs containers/kill-3 …
 
-The processes PID own the namespaces of the hosts. A case is the way in which hosts are distinguished (named: by
-EASYDIST_HOST_ID; containers: by their process namespaces; adopted: in the same way, in a group that torch has made;
-shared: not at all; flat: without shared memory) and the event.
+The processes PID own the namespaces of the hosts, each of which has RANKS ranks. A case is the way in which hosts are
+distinguished (named: by EASYDIST_HOST_ID; containers: by their process namespaces; adopted: in the same way, in a group
+that torch has made; shared: not at all; flat: without shared memory) and the event.
 """
 
-import ctypes
 import functools
 import gc
 import json
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from forking import statuses
 from launching import within
 from loss import DEADLINE, others_wait
-from namespaces import address
+from namespaces import address, enter
 
 import easydist
 from easydist import EasydistError, PeerLostError, ProcessState
@@ -33,21 +32,11 @@ from easydist.comms import new_comm
 from easydist.liveness import keepalive
 from easydist.queue import MessageQueue
 
-PER_HOST = 2
 UNREACHABLE_AFTER = within(3)
 NOTICED_AT = 17_000
 """The port at which a rank hears that another one of its host has noticed something; each host has ports of its own."""
 
 NUMEL = 1 << 21
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def enter(pid, *names):
-    """Enter the namespaces of a process."""
-    for descriptor in [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in names]:
-        if _libc.setns(descriptor, 0):
-            raise OSError(ctypes.get_errno(), "setns")
-        os.close(descriptor)
 
 
 def sent(link):
@@ -109,6 +98,17 @@ def verbs(link, rank, size):
         "broadcast": crossed(link, lambda: easydist.broadcast(mine, from_process=1)),
         "limits": limits(),
     }
+
+
+def small(rank, size):
+    """Check every verb, and a message, with data of a few packets."""
+    for numel in (0, 7):
+        check(rank, size, numel)
+    if rank == 0:
+        easydist.send_tensor_dict({"x": normal(0, 7)}, size - 1)
+    elif rank == size - 1:
+        assert torch.equal(easydist.recv_tensor_dict(0)["x"], normal(0, 7))
+    return {"gathered": easydist.gather(rank).tolist()}
 
 
 def limits():
@@ -242,6 +242,8 @@ def work(case, link, rank, size):
         found = globals()[what[:-2]](link, int(what[-1]), rank)
     elif what == "verbs":
         found = verbs(link, rank, size)
+    elif what == "small":
+        found = small(rank, size)
     else:
         found = kill(int(what[-1]), rank, what.startswith("orphan"))
     os.write(1, (json.dumps({"case": case, "rank": rank, **(found or {})}) + "\n").encode())
@@ -258,19 +260,19 @@ def forks(count):
     return None, statuses(pids)
 
 
-def launch(number, case, link, pids):
+def launch(number, case, link, per_host, pids):
     """Run one case. Return True in all processes but the first."""
     host, ended = forks(len(pids))
     if host is None:
         assert not any(ended)
         return False
-    kind, size = case.split("/")[0], PER_HOST * len(pids)
+    kind, size = case.split("/")[0], per_host * len(pids)
     enter(pids[host], "net", *(["pid_for_children", "mnt"] if kind in ("adopted", "containers") else []))
-    local, ended = forks(PER_HOST)
+    local, ended = forks(per_host)
     if local is None:
         os.write(1, (json.dumps({"case": case, "host": host, "statuses": ended}) + "\n").encode())
         return True
-    rank = PER_HOST * host + local
+    rank = per_host * host + local
     world = {"MASTER_ADDR": address(1), "MASTER_PORT": 29500 + number, "WORLD_SIZE": size}
     world |= {"RANK": rank, "LOCAL_RANK": local, "GLOO_SOCKET_IFNAME": link, "EASYDIST_SHM": int(kind != "flat")}
     world |= {"EASYDIST_HOST_ID": f"host {host}"} if kind == "named" else {}
@@ -282,8 +284,10 @@ def launch(number, case, link, pids):
     return True
 
 
-def main(link, first, second, *cases):
-    any(launch(number, case, link, [first, second]) for number, case in enumerate(cases))  # continues in its children
+def main(link, per_host, *arguments):
+    pids, cases = [one for one in arguments if one.isdigit()], [one for one in arguments if not one.isdigit()]
+    # It continues in its children.
+    any(launch(number, case, link, int(per_host), pids) for number, case in enumerate(cases))
 
 
 if __name__ == "__main__":

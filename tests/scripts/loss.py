@@ -190,7 +190,7 @@ def work(case: str, rank: int, world_size: int, pipe: tuple[int, int], survivors
     elif row["type"] is not None:
         survivors.wait(DEADLINE)  # the report of the next call replaces that of this one
         try:
-            easydist.gather(rank, timeout=0.2)
+            easydist.gather(rank, timeout=within(1))
         except (EasydistError, KeyboardInterrupt) as error:
             row["next"] = type(error).__name__
     os.write(1, (json.dumps(row) + "\n").encode())
