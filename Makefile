@@ -92,12 +92,13 @@ bench: $(VENV)/.bench ## compare with the peers, ratios in one run, and say whic
 	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/metrics.py
 
-bench-all: bench $(VENV)/.test ## the same, and what costs more time: communicators, backends, gloo alone, weights on Ray
+bench-all: bench $(VENV)/.test ## the same, and what costs more time: communicators, backends, gloo alone, links, weights on Ray
 	$(BIN)/python benchmarks/comms.py
 	$(BIN)/python benchmarks/shm.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/weights.py
 	$(BIN)/python benchmarks/trace.py
+	test $$(id -u) != 0 || $(BIN)/python benchmarks/links.py --seconds 1
 
 release: $(VENV)/.release ## build wheel and sdist, and try both in empty environments; publishes nothing
 	BIN=$(BIN) .ci/release
