@@ -76,9 +76,7 @@ class TimedStore:
 
     def address(self) -> tuple[str, int] | None:
         """Return the host and the port at which the store is served; None if it is no ``TCPStore``."""
-        store: Any = self._store
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
+        store = _underlying(self._store)
         return (store.host, store.port) if isinstance(store, TCPStore) else None
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -294,11 +292,25 @@ class InterruptibleStore(Store):
 
 
 def _entries(store: Any, log: str, new: range, unwritten: Sequence[int]) -> tuple[int, dict[int, bytes | None]]:
-    count = int(store.get(log)) if store.check([log]) else 0  # not ``add(log, 0)``, which a file would record
+    count = _count(store, log)
     last, values = max(new.start - 1, min(count, new[-1])), dict[int, bytes | None]()
     for numbers in (unwritten, range(new.start, last + 1)):
         values |= zip(numbers, _values(store, [f"{log}/{number}" for number in numbers]), strict=True)
     return last, values
+
+
+def _count(store: Any, log: str) -> int:
+    """Return the number of entries: by one question to a server, whereas a file would record each ``add``."""
+    if isinstance(_underlying(store), TCPStore):
+        return int(store.add(log, 0))
+    return int(store.get(log)) if store.check([log]) else 0
+
+
+def _underlying(store: Any) -> Any:
+    """Return the store behind prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _rank_in(text: bytes) -> int | None:
