@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -177,6 +177,12 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
     torch forbids writing to a tensor of inference mode outside of the mode, and each thread has a mode of its own.
     """
     return _as_normal(tensor) if tensor.is_inference() else tensor
+
+
+def mark_written(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell autograd that values have arrived in the memory of these tensors, as if torch had copied them there."""
+    written = [tensor for tensor in tensors if tensor.numel() and not tensor.is_inference()]
+    torch.autograd.graph.increment_version(written)
 
 
 @torch.inference_mode(False)

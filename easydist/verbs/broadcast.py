@@ -15,6 +15,7 @@ from easydist.agreement.runner import run
 from easydist.base.arguments import UNSET, hiding
 from easydist.base.eager import eager
 from easydist.data import packing
+from easydist.data.backing import mark_written
 from easydist.data.leaves import Leaves, as_value
 from easydist.data.packing import Packed
 from easydist.groups.communicators import Communicators
@@ -268,7 +269,7 @@ class _CopyTensorToDevices(Broadcast):
 def _move(comms: Communicators, leaves: Leaves, tied: bool, source: int) -> dict[int, torch.Tensor]:
     """Move the source's values; those of a contiguous leaf may arrive in the leaf itself."""
     arrived: dict[int, torch.Tensor] = {}
-    works = []
+    works, received = [], []
     nbytes = leaves.layout.packing.lengths
     for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(tied), sum(nbytes)):
         buffers = []
@@ -278,8 +279,10 @@ def _move(comms: Communicators, leaves: Leaves, tied: bool, source: int) -> dict
             views = packing.unpack(buffers[-1], [t.dtype for t in targets], [t.shape for t in targets])
             arrived |= dict(zip(bucket, views, strict=True))
         works.append(comm.broadcast_parts(buffers, source, async_op=True))
+        received += [] if comms.rank == source else buffers
     for work in works:
         work.wait()
+    mark_written(received)
     return arrived
 
 

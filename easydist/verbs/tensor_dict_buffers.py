@@ -9,6 +9,7 @@ import torch
 
 from easydist import memory
 from easydist.data import packing
+from easydist.data.backing import mark_written
 from easydist.errors import WireError
 from easydist.format.header import Entry, Header
 from easydist.groups.communicators import Communicators
@@ -101,7 +102,8 @@ class ReceiveBuffer:
                 self._copies.append((packing.as_bytes(tensor), part))
 
     def finish(self) -> None:
-        """Copy the received data into the tensors that are not views of the buffer."""
+        """Copy the received data into the tensors that are not views of the buffer; autograd notices the others."""
+        mark_written([self.buffer])
         for target, part in self._copies:
             target.copy_(part)
         self._copies = []

@@ -16,7 +16,7 @@ from easydist.agreement.reports import encoded, exchange_reports
 from easydist.agreement.runner import Verb, run
 from easydist.base.torch_private import is_zerotensor
 from easydist.data.aliasing import sharing
-from easydist.data.backing import backed, is_backed
+from easydist.data.backing import backed, is_backed, mark_written
 from easydist.data.leaves import as_tensor, unwritable
 from easydist.data.packing import dtype_name, sort_key
 from easydist.errors import DisagreementError
@@ -281,5 +281,4 @@ class _Moving(Verb[None]):
         return packed(values, values[0].device if there is None else there)
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> None:
-        written = [span.tensor for spans in self._destinations.spans for span in spans]
-        torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+        mark_written(span.tensor for spans in self._destinations.spans for span in spans)

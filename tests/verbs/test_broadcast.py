@@ -35,6 +35,22 @@ def test_every_rank_gets_the_sources_values_in_place(rank, world_size):
         assert (got["point"].y, got["number"]) == ([torch.tensor(float(source)), "text", None], source)
 
 
+@distributed(world_size=2)
+def test_autograd_notices_what_is_written_at_any_size(rank):
+    for numel in (4, 1 << 17):  # packed with others, and straight into the target
+        weight, other = torch.full((numel,), float(rank), requires_grad=True), torch.ones(2)
+        loss = (weight * weight).sum()
+        easydist.broadcast([weight, other], 1)
+        if rank == 1:
+            loss.backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        with torch.inference_mode():
+            values = easydist.broadcast(torch.full((numel,), float(rank)), 1)
+        assert values.unique().tolist() == [1.0]
+
+
 @distributed(world_size=(2, 3))
 def test_every_dtype_comes_bit_for_bit(rank):
     mine = {str(dtype): sample(rank, 7, dtype) for dtype in MOVED}

@@ -231,6 +231,19 @@ def test_flags_of_autograd_do_not_travel_and_parameters_can_be_filled(rank):
         assert model.weight.requires_grad
 
 
+@distributed(world_size=2)
+def test_autograd_notices_what_arrives_in_into_at_any_size(rank):
+    for numel in (4, 1 << 17):  # along with the header, and straight into the target
+        weight = torch.full((numel,), float(rank), requires_grad=True)
+        loss = (weight * weight).sum()
+        exchanged(rank, {"w": weight}, into={"w": weight})
+        if rank == 0:
+            loss.backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
 @distributed(world_size=3)
 def test_many_messages_between_pairs_and_collectives_keep_their_order(rank):
     for step in range(5):
