@@ -173,6 +173,7 @@ class _Writer:
         self.tensors: dict[str, torch.Tensor] = {}
         self.ties: dict[str, str] = {}
         self._first: dict[Any, str] = {}
+        self._alive: list[Any] = []  # a mapping may make its values anew; later ones must not get their addresses
 
     def node(self, value: Any, path: str, depth: int) -> Any:
         if self._objects is not None and is_object(value):
@@ -196,6 +197,7 @@ class _Writer:
             raise _refused(path, f"an array of {value.dtype}")
         tensor = as_tensor(value, path)
         name = path if self._names is None else self._names[path]
+        self._alive.append(value)
         first = self._first.setdefault(memory_of(value), name)
         if first == name:
             self.tensors[name] = tensor
@@ -225,7 +227,7 @@ class _Writer:
 
 
 def memory_of(value: Any) -> Any:
-    """Return a key that is equal for tensors with the same elements in the same memory, such as tied weights."""
+    """Return a key that is equal for tensors with the same elements in the same memory, while these are alive."""
     if isinstance(value, torch.Tensor) and value.numel() and (address := value.data_ptr()):
         layout = value.dtype, value.device, tuple(value.shape), value.stride()
         return address, *layout, value.is_conj(), value.is_neg()

@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 
 import launching
@@ -131,6 +132,35 @@ def test_other_views_of_one_memory_are_stored_for_themselves(path):
     z = torch.tensor([[1 + 2j, 3], [4, 5]])
     data = {"z": z, "t": z.t(), "conj": z.conj(), "row": z[0], "re": z.real, "bits": z.view(torch.int64)}
     assert_same(saved_and_loaded(data, path), data)
+
+
+class Made(Mapping):
+    """A mapping that makes its values anew when it is read, as a lazily loaded one does."""
+
+    def __init__(self, make, start):
+        self.make, self.numbers = make, range(start, start + 4)
+
+    def __getitem__(self, key):
+        return self.make(key)
+
+    def __iter__(self):
+        return iter(self.numbers)
+
+    def __len__(self):
+        return 4
+
+
+@pytest.mark.parametrize(
+    ("make", "plain"),
+    [
+        (lambda key: torch.full((3,), complex(key, 1)).conj(), lambda key: torch.full((3,), complex(key, -1))),
+        (lambda key: np.full(3, key, ">i4"), lambda key: np.full(3, key, "i4")),
+    ],
+    ids=["conjugate", "big-endian"],
+)
+def test_values_that_a_mapping_makes_when_it_is_read_are_not_taken_for_one_another(path, make, plain):
+    easydist.save([Made(make, 4 * i) for i in range(30)], path)
+    assert_same(easydist.load(path), [dict(Made(plain, 4 * i)) for i in range(30)])
 
 
 def test_a_state_dict_comes_back(path):
