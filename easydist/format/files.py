@@ -55,8 +55,9 @@ def save(
     Raises:
         TypeError: ``path`` is not a path (the arguments may be swapped), or the tree holds other values (the text names
             their path), or the metadata is not text, or ``names`` returns something other than text.
-        ValueError: The tree is nested too deeply, or has more than 100 000 tensors, or the metadata uses a reserved
-            key, or ``names`` makes names equal (the text has all of them, with their paths).
+        ValueError: The tree is nested too deeply, or has more than 100 000 tensors, or keys or sizes that ``load``
+            refuses, or the metadata uses a reserved key, or ``names`` makes names equal (the text has all of them, with
+            their paths).
         OSError: The file cannot be written, or ``path`` is a FIFO or device; an existing file is not changed.
         PermissionError: ``path`` leads through a link that another user has made in a sticky folder, such as ``/tmp``.
 

@@ -67,6 +67,8 @@ _NAMES = {
 _TORCH: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in _NAMES.items() if hasattr(torch, name)}
 _CODES = {dtype: code for code, dtype in _TORCH.items()}
 _PARTS = {torch.complex128: "F64"}
+_TOO_LARGE = 2**59
+"""The product of the sizes other than 0 from which a shape is refused."""
 _INTEGERS = frozenset([int])  # without bool
 
 _repr = reprlib.Repr()
@@ -223,7 +225,18 @@ def _coded(name: str, tensor: torch.Tensor) -> dict[str, Any]:
     shape = [*tensor.shape, 2] if tensor.dtype in _PARTS else list(tensor.shape)
     if len(shape) > MAX_DIMS:
         raise ValueError(f"{name or 'the tensor'} has {tensor.ndim} dimensions, but a message has at most {MAX_DIMS}")
-    return {"dtype": code, "shape": [*shape[:-1], 2 * shape[-1]] if code == "F4" else shape}
+    if code == "F4":
+        shape[-1] *= 2
+    if _is_too_large(shape):
+        raise ValueError(
+            f"{name or 'the tensor'} has the shape {tuple(tensor.shape)}, which is too large for a message"
+        )
+    return {"dtype": code, "shape": shape}
+
+
+def _is_too_large(shape: Sequence[int]) -> bool:
+    """True if torch may be unable to make a tensor of this shape, even if one of the sizes is 0."""
+    return math.prod(filter(None, shape)) >= _TOO_LARGE
 
 
 def decode(buffer: Any, apart: bool = False) -> Header:
@@ -339,7 +352,7 @@ def _described(value: Any, note: str | None) -> tuple[torch.dtype, tuple[int, ..
     dtype = _TORCH.get(code) if isinstance(code, str) else None
     if dtype is None:
         raise WireError(f"unknown dtype {_short(code)}")
-    if not _is_sizes(shape) or len(shape) > MAX_DIMS or math.prod(filter(None, shape)) >= 2**59:
+    if not _is_sizes(shape) or len(shape) > MAX_DIMS or _is_too_large(shape):
         raise WireError(f"bad shape {_short(shape)}")
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise WireError(f"bad data_offsets {_short(offsets)}")

@@ -79,7 +79,8 @@ def encode(
 
     Raises:
         TypeError: The tree holds a value that JSON and tensors cannot express; the text names its path.
-        ValueError: The tree is nested deeper than ``MAX_DEPTH``, or contains itself.
+        ValueError: The tree is nested deeper than ``MAX_DEPTH``, or contains itself, or has keys that ``decode``
+            refuses.
     """
     writer = _Writer(iter(tree.flatten(data, _ends_of(objects))[1].paths), objects)
     return _structure(writer, data, holder, advice), writer.tensors
@@ -244,6 +245,7 @@ def _container(data: Any, nodes: list[Any], steps: list[str], path: str) -> Any:
         if type(data) is not OrderedDict and all(type(key) is str for key in keys):
             return {"dict": dict(zip(keys, nodes, strict=True))}
         pairs = [[_key(key, path), node] for key, node in zip(keys, nodes, strict=True)]
+        _check_readable(pairs, path)
         return {"ordered" if type(data) is OrderedDict else "items": pairs}
     if isinstance(data, list | deque):
         return nodes
@@ -256,6 +258,13 @@ def _container(data: Any, nodes: list[Any], steps: list[str], path: str) -> Any:
 
 def _key(key: Any, path: str) -> Any:
     return {"tuple": [_key(part, path) for part in key]} if type(key) is tuple else _constant(key, f"{path}[{key!r}]")
+
+
+def _check_readable(pairs: Sequence[Any], path: str) -> None:
+    try:
+        _read_keys(pairs)
+    except WireError as error:
+        raise ValueError(f"{path or 'the tree'} could not be read again: {error}") from None
 
 
 def _constant(value: Any, path: str) -> Any:
@@ -408,16 +417,7 @@ class _Reader:
         return [self._child(node, "[{}]", i) for i, node in enumerate(nodes)]
 
     def _pairs(self, data: dict[Any, Any], pairs: list[Any]) -> dict[Any, Any]:
-        hashes: dict[int, int] = {}
-        for pair in pairs:
-            if not isinstance(pair, list) or len(pair) != 2:
-                raise WireError("the structure has a bad pair of key and value")
-            key = _read_key(pair[0])
-            count = hashes[hash(key)] = hashes.get(hash(key), 0) + 1
-            if count > _MAX_SAME_HASH:
-                raise WireError(f"more than {_MAX_SAME_HASH} keys of one dict of the structure have the same hash")
-            if key in data:  # 1, true and 1.0 are the same key
-                raise WireError(f"the structure has the key {key!r:.100} twice in one dict")
+        for key, pair in zip(_read_keys(pairs), pairs, strict=True):
             data[key] = self._child(pair[1], "[{!r}]", key)
         return data
 
@@ -458,9 +458,28 @@ def _tuple(kind: str, children: list[Any]) -> tuple[Any, ...]:
     return torch.Size(children)
 
 
+def _read_keys(pairs: Sequence[Any]) -> list[Any]:
+    """Return the keys of a dict from its pairs of key and value."""
+    keys: dict[Any, None] = {}
+    hashes: dict[int, int] = {}
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise WireError("the structure has a bad pair of key and value")
+        key = _read_key(pair[0])
+        count = hashes[hash(key)] = hashes.get(hash(key), 0) + 1
+        if count > _MAX_SAME_HASH:
+            raise WireError(f"more than {_MAX_SAME_HASH} keys of one dict of the structure have the same hash")
+        if key in keys:  # 1, true and 1.0 are the same key
+            raise WireError(f"the structure has the key {key!r:.100} twice in one dict")
+        keys[key] = None
+    return list(keys)
+
+
 def _read_key(node: Any, depth: int = 0) -> Any:
     kind, content = _tagged(node)
-    if kind == "tuple" and isinstance(content, list) and depth < MAX_DEPTH:
+    if kind == "tuple" and isinstance(content, list):
+        if depth == MAX_DEPTH:
+            raise WireError(f"the structure has a key nested deeper than {MAX_DEPTH} tuples")
         return tuple(_read_key(part, depth + 1) for part in content)
     key = _read_constant(node)
     if isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS:

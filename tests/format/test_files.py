@@ -1,5 +1,6 @@
 """Laws of trees on disk: what is saved is loaded, whole or not at all, and only what was checked."""
 
+import itertools
 import os
 import resource
 import signal
@@ -96,6 +97,32 @@ plain = st.recursive(
     ),
     max_leaves=8,
 )
+
+
+def nested_key(depth):
+    return (nested_key(depth - 1),) if depth else 1
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ({"a": {2**13000: 1}}, r"\['a'\] could not be read again: the structure has a key of 13001 bits"),
+        ({nested_key(101): 1}, "the tree could not be read again: the structure has a key nested deeper than 100"),
+        (dict.fromkeys(itertools.product((-1, -2), repeat=7), 1), "more than 100 keys .* have the same hash"),
+        ({"a": torch.empty(0, 2**59)}, r"a has the shape \(0, 576460752303423488\), which is too large"),
+    ],
+    ids=["long key", "deep key", "equal hashes", "large shape"],
+)
+def test_what_load_would_refuse_is_refused_and_no_file(path, data, text):
+    with pytest.raises(ValueError, match=text):
+        easydist.save(data, path)
+    assert not path.exists()
+
+
+def test_the_largest_of_what_load_reads_is_saved(path):
+    data = {2**12999: 1, nested_key(100): torch.empty(0, 2**58)}
+    easydist.save(data, path)
+    assert_same(easydist.load(path), data)
 
 
 @pytest.mark.slow
