@@ -209,10 +209,13 @@ def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | No
     text = json.dumps(
         {**({"__metadata__": metadata} if metadata else {}), **header}, ensure_ascii=False, separators=(",", ":")
     ).encode()
-    if "__metadata__" in header or len(header) > MAX_ENTRIES or len(text) > MAX_NBYTES or _marks(text) > MAX_MARKS:
+    marks = _marks(text)
+    if "__metadata__" in header or len(header) > MAX_ENTRIES or len(text) > MAX_NBYTES or marks > MAX_MARKS:
         raise ValueError(
-            f"{len(header)} tensors need a header of {len(text)} bytes; a message has at most {MAX_ENTRIES} tensors, "
-            f"none of them named '__metadata__', and a header of at most {MAX_NBYTES} bytes"
+            f"{len(header)} tensors and the values beside them need a header of {len(text)} bytes with {marks} "
+            f"brackets, braces, commas and colons; a message has at most {MAX_ENTRIES} tensors, none of them named "
+            f"'__metadata__', and a header of at most {MAX_NBYTES} bytes with {MAX_MARKS} of these; put many numbers "
+            "into a tensor"
         )
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

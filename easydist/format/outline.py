@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from easydist import tree
-from easydist.data.leaves import as_tensor, is_numeric
+from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
 from easydist.data.packing import dtype_name
 from easydist.errors import WireError
 from easydist.format.header import parse_json
@@ -195,6 +195,7 @@ class _Writer:
         if not isinstance(value, torch.Tensor | np.ndarray | np.generic):
             return _constant(value, path)
         if isinstance(value, np.ndarray) and not is_numeric(value):
+            check_unmasked(value, path)
             raise _refused(path, f"an array of {value.dtype}")
         tensor = as_tensor(value, path)
         name = path if self._names is None else self._names[path]

@@ -275,6 +275,13 @@ def test_100_000_entries_are_fine_and_one_more_is_not():
 
 
 @pytest.mark.slow
+def test_numbers_that_are_too_many_for_a_header_are_named_as_the_reason():
+    text = "header of 8000074 bytes with 8000010 brackets, .* with 8000000 of these; put many numbers into a tensor"
+    with pytest.raises(ValueError, match=text):
+        easydist.header({"list": "," * 8_000_000})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", [b"[],", b"9999,", b"{},"])
 def test_reading_takes_at_most_64_bytes_for_each_mark(piece):
     buffer = raw(b'{"a":[' + piece * 200_000 + b"1]}")

@@ -248,6 +248,8 @@ def test_things_are_named_where_they_stand(path):
         easydist.save({"a": [Batch(torch.ones(1), THING)]}, path)
     with pytest.raises(TypeError, match=r"^\['a'\] is an array of <U1; a file holds"):
         easydist.save({"a": np.array(["x"])}, path)
+    with pytest.raises(TypeError, match=r"^leaf \['a'\] is a masked array, whose mask would be lost; send \.data"):
+        easydist.save({"a": np.ma.masked_array([1], [True])}, path)
     with pytest.raises(TypeError, match=r"leaf \['a'\] is not a dense tensor"):
         easydist.save({"a": torch.eye(2).to_sparse()}, path)
 
