@@ -101,4 +101,18 @@ MUTANTS = [
         "buffers",
         "tests/verbs/test_objects.py",
     ),
+    Mutant(
+        "format/outline.py",
+        "_Writer._leaf",
+        "        self._alive.append(value)\n",
+        "",
+        "tests/format/test_files.py::test_values_that_a_mapping_makes_when_it_is_read_are_not_taken_for_one_another",
+    ),
+    Mutant(
+        "format/outline.py",
+        "_container",
+        "        _check_readable(pairs, path)\n",
+        "",
+        "tests/format/test_files.py::test_what_load_would_refuse_is_refused_and_no_file",
+    ),
 ]

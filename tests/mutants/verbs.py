@@ -94,4 +94,18 @@ MUTANTS = [
         "return rank",
         "tests/verbs/test_ranks.py::test_any_integer_names_a_rank",
     ),
+    Mutant(
+        "verbs/broadcast.py",
+        "_move",
+        "    mark_written(received)\n",
+        "",
+        "tests/verbs/test_broadcast.py::test_autograd_notices_what_is_written_at_any_size",
+    ),
+    Mutant(
+        "verbs/tensor_dict_buffers.py",
+        "ReceiveBuffer.finish",
+        "        mark_written([self.buffer])\n",
+        "",
+        "tests/verbs/test_tensor_dicts.py::test_autograd_notices_what_arrives_in_into_at_any_size",
+    ),
 ]
