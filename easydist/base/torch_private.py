@@ -99,6 +99,9 @@ DisableTorchFunctionSubclass = found("torch._C.DisableTorchFunctionSubclass", co
 is_functorch_wrapped = found("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 """True for a tensor inside vmap, grad and the like. Without it: its error says that it has lost its memory."""
 
+is_batch_of_gradients = found("torch._C._functorch.is_legacy_batchedtensor", lambda tensor: False)
+"""True for a gradient that stands for several (``is_grads_batched``). Without it: torch says that it has no storage."""
+
 is_functional = found("torch._is_functional_tensor", lambda tensor: False)
 """True for a functional tensor. Without it: the same."""
 

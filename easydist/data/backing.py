@@ -134,6 +134,8 @@ def _without_memory(tensor: torch.Tensor) -> str:
         return "is a FakeTensor, which has no data; pass a tensor with data"
     if torch_private.is_functorch_wrapped(tensor):
         return "belongs to vmap, grad or another transform of torch.func, and has no memory of its own; pass its result"
+    if torch_private.is_batch_of_gradients(tensor):
+        return "stands for a batch of gradients; compute them one by one, without is_grads_batched= or vectorize="
     if _contains_others(tensor) or torch_private.is_functional(tensor):
         name = "functional tensor" if type(tensor) in _PLAIN else type(tensor).__name__
         return f"is a {name}, which has no memory of its own; pass the tensors in it"

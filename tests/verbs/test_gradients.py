@@ -294,6 +294,17 @@ def test_what_has_no_gradient_is_a_type_error_on_all_ranks(rank, world_size):
         assert easydist.gather(torch.tensor([rank])).tolist() == [*range(world_size)]
 
 
+@pytest.mark.parametrize("name", [name for name in VERBS if name != "none"])
+@distributed(world_size=(1, 2))
+def test_a_batch_of_gradients_is_a_type_error_on_all_ranks(rank, world_size, name):
+    x = torch.ones(2 * world_size, 2 * world_size, requires_grad=True)
+    for _ in range(2):
+        out = VERBS[name][0](x, world_size, differentiable=True)
+        with pytest.raises(TypeError, match="stands for a batch of gradients"):
+            torch.autograd.grad(out, x, torch.ones(3, *out.shape), is_grads_batched=True)
+    assert easydist.gather(torch.tensor([rank])).tolist() == [*range(world_size)]
+
+
 @distributed(world_size=2)
 def test_a_source_without_a_gradient_is_a_type_error_of_receivers_too(rank):
     for verb in (easydist.broadcast, easydist.scatter):
