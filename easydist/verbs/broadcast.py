@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
 from typing import Any, overload
 
 import torch
@@ -12,7 +11,7 @@ from easydist.agreement.agree import agree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
-from easydist.base.arguments import UNSET, hiding
+from easydist.base.arguments import UNSET, hiding, integer
 from easydist.base.eager import eager
 from easydist.data import packing
 from easydist.data.backing import mark_written
@@ -176,7 +175,12 @@ class Broadcast(TreeVerb):
         if comms.rank != self._source:
             leaves.check_writable()
         absent = self._tensor is None
-        call = Call({"from_process": index(self._source)}, leaves, absent=absent, aliases=leaves.aliases())
+        call = Call(
+            {"from_process": integer(self.source_name, self._source, "a rank")},
+            leaves,
+            absent=absent,
+            aliases=leaves.aliases(),
+        )
         if comms.rank == self._source:
             call.nbytes, call.payload = leaves.layout.packing.nbytes, small_payload(comms, leaves)
         if self.gradient is not None:

@@ -16,7 +16,7 @@ from easydist import memory
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement, room
 from easydist.agreement.runner import Verb, run
-from easydist.base.arguments import UNSET, either, hiding
+from easydist.base.arguments import UNSET, either, hiding, integer
 from easydist.base.eager import eager
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
@@ -307,7 +307,8 @@ class BroadcastObjectList(Verb[list[Any]]):
     def prepare(self, comms: Communicators) -> Call:
         _check_list(self.operation, "object_list", self._values)
         check_rank(comms, self.source_name, self._source)
-        arguments = {"from_process": index(self._source), "length": len(self._values), **self._mine.arguments()}
+        source = integer(self.source_name, self._source, "a rank")
+        arguments = {"from_process": source, "length": len(self._values), **self._mine.arguments()}
         travels = self._values and (comms.size > 1 or self._mine.weights_only)  # if not, pickling is not required
         is_sent = comms.rank == self._source and travels
         return self._mine.fill(Call(arguments), self._values, room(comms)) if is_sent else Call(arguments)
@@ -336,7 +337,7 @@ class _ScatterObjectList(Verb[None]):
         check_rank(comms, "src", self._source)
         if not self._outputs:
             raise ValueError("scatter_object_list: scatter_object_output_list needs at least one element")
-        arguments = {"src": index(self._source), **self._mine.arguments()}
+        arguments = {"src": integer("src", self._source, "a rank"), **self._mine.arguments()}
         if comms.rank == self._source:
             weights_only = self._mine.weights_only
             self._parts = [codec.encode(each, weights_only=weights_only) for each in _to_scatter(comms, self._inputs)]

@@ -86,7 +86,7 @@ def checked_ranks(comms: Communicators, name: str, ranks: Any) -> list[int]:
     asked: Sequence[Any] = [ranks] if isinstance(ranks, Exception) else _listed(ranks)
     for rank in asked:
         check_rank(comms, name, rank)
-    return [index(rank) for rank in asked]
+    return [integer(name, rank, "a rank") for rank in asked]
 
 
 def _member(group: Group, operation: str, name: str, value: Any, group_value: Any) -> Any:
@@ -101,20 +101,21 @@ def _member(group: Group, operation: str, name: str, value: Any, group_value: An
         return rank
     made = group if isinstance(group, dist.ProcessGroup) else comms.groups()[0]
     places = torch_groups.places(made)  # None: torch does not know the group
-    if places is not None and (text := _ambiguity(places, group_name, rank)):
+    asked = [integer(name, one, "a rank") for one in _listed(rank)]
+    if places is not None and (text := _ambiguity(places, group_name, rank, asked)):
         raise ValueError(f"{operation}: {name}={rank} {text}")
     return rank
 
 
-def _ambiguity(places: Mapping[int, int], group_name: str, value: Any) -> str:
+def _ambiguity(places: Mapping[int, int], group_name: str, value: Any, asked: Sequence[int]) -> str:
     """Return the two meanings of a rank or of ranks; nothing if they are the same, or if there is none.
 
     Args:
         places: Each member's rank inside the group by its rank in the world.
         group_name: The argument that is unambiguous.
         value: The argument.
+        asked: The rank or ranks in it.
     """
-    asked = [index(rank) for rank in _listed(value)]
     if all(places.get(rank) == rank for rank in asked):
         return ""
     world = {place: rank for rank, place in places.items()}
@@ -135,7 +136,7 @@ def _ambiguity(places: Mapping[int, int], group_name: str, value: Any) -> str:
 
 
 def _listed(ranks: Any) -> Sequence[Any]:
-    return [ranks] if hasattr(ranks, "__index__") else ranks
+    return [ranks] if hasattr(ranks, "__index__") or not hasattr(ranks, "__iter__") else ranks
 
 
 def _text(noun: str, numbers: Sequence[Any]) -> str:

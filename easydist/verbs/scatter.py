@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
 from typing import overload
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
-from easydist.base.arguments import UNSET, dimension, hiding
+from easydist.base.arguments import UNSET, dimension, hiding, integer
 from easydist.base.eager import eager
 from easydist.data import packing
 from easydist.data.arithmetic import split_sizes
@@ -122,7 +121,7 @@ class _Scatter(Verb[Tree]):
         if is_source:
             demand_data(leaves, "scatter")
         dims_of(leaves, self._dim, "scatter")
-        arguments = {"from_process": index(self._source), "dim": self._dim}
+        arguments = {"from_process": integer("from_process", self._source, "a rank"), "dim": self._dim}
         call = Call(arguments, leaves, self._dim, absent=not is_source)
         if self._gradient is not None:
             self._gradient.ask(call, leaves, comms)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from operator import index
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from easydist.agreement.call import Call
 from easydist.agreement.calling import calling
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb
+from easydist.base.arguments import integer
 from easydist.errors import DisagreementError
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
@@ -62,7 +62,7 @@ class BroadcastTensorDict(Verb[Tree]):
     def prepare(self, comms: Communicators) -> Call:
         src = self._src
         check_rank(comms, "src", src)
-        arguments: dict[str, Any] = {"src": index(src)}
+        arguments: dict[str, Any] = {"src": integer("src", src, "a rank")}
         if not self._weights_only:
             codec.demand_pickle()
             arguments["weights_only"] = False

@@ -163,6 +163,26 @@ def test_any_integer_names_a_rank(rank, verb, one):
     assert met(verb, rank, None, {names(verb)[1]: one}) == 1
 
 
+@pytest.mark.parametrize("verb", [*SOURCES, *TARGETS])
+@pytest.mark.parametrize("one", [1.5, "a", object], ids=str)
+@distributed(world_size=3)
+def test_what_is_no_integer_is_refused_by_name(rank, verb, one):
+    call = {**SOURCES, **TARGETS}[verb]
+    for group in (None, dist.group.WORLD):
+        for name in names(verb):
+            assert f"{name}={one!r} is not a rank: pass an integer" in text_of(call, rank, group, {name: one})
+    assert met(verb, rank, None, {names(verb)[1]: 1}) == 1
+
+
+@pytest.mark.parametrize("verb", SOURCES)
+@distributed(world_size=2)
+def test_none_is_no_source(rank, verb):
+    one, other = names(verb)
+    for group in (None, dist.group.WORLD):
+        assert f"{one}=None is not a rank: pass an integer" in text_of(SOURCES[verb], rank, group, {one: None})
+        assert met(verb, rank, group, {one: None, other: 1}) == 1
+
+
 @distributed(world_size=4)
 def test_members_in_an_order_of_their_own(rank):
     group = dist.new_group([3, 1, 0], sort_ranks=False)
