@@ -73,6 +73,20 @@ MISTAKES = {
         ),
     ),
     "a scale as text": (lambda: easydist.reduce(DATA, "sum", "2"), TypeError("reduce: scale='2' is not a number")),
+    "no scale": (lambda: easydist.reduce(DATA, "sum", None), TypeError("reduce: scale=None is not a number")),
+    "a complex scale": (lambda: easydist.reduce(DATA, "sum", 1j), TypeError("reduce: scale=1j is not a number")),
+    "several scales": (
+        lambda: easydist.reduce(DATA, "sum", torch.ones(2)),
+        TypeError("reduce: scale=tensor([1., 1.]) is not a number"),
+    ),
+    "a part of a sample": (
+        lambda: easydist.gather_for_metrics(torch.ones(2), total=2.5),
+        TypeError("total=2.5 is not a number of samples: pass an integer"),
+    ),
+    "a name in place of a list": (
+        lambda: easydist.synchronize_rng_states("torch"),
+        TypeError("synchronize_rng_states: rng_types='torch' is not a list of names; pass ['torch']"),
+    ),
     "text in place of tensors": (
         lambda: easydist.gather("abc"),
         TypeError(

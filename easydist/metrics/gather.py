@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from operator import index
 from typing import Any, NamedTuple, TypeAlias
 
 from easydist import tree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
+from easydist.base.arguments import integer
 from easydist.base.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.metrics.columns import has_rows, opened, taken
@@ -177,7 +177,7 @@ class _GatherForMetrics(Gather):
         call = super().prepare(comms)
         call.nbytes = call.nbytes if is_small else nbytes
         del call.arguments["dim"]
-        total = None if options.total is None else index(options.total)
+        total = None if options.total is None else integer("total", options.total, "a number of samples")
         call.arguments |= {"total": total, "ragged": options.ragged, "pad_index": options.pad_index}
         if lot.tally is None and (lot.sharding is not None or options.need_no_loader):
             call.arguments["block"] = None if lot.sharding is None else lot.sharding.block

@@ -109,6 +109,7 @@ def synchronize_rng_states(
         timeout: The time limit of the call; None is the group's.
 
     Raises:
+        TypeError: ``rng_types`` is a single name.
         ValueError: This process has no such generator; none was changed.
 
     Example:
@@ -131,6 +132,8 @@ class _SynchronizeRngStates(BroadcastObjectList):
 
     def prepare(self, comms: Communicators) -> Call:
         asked = self._rng_types
+        if isinstance(asked, str):
+            raise TypeError(f"synchronize_rng_states: rng_types={asked!r} is not a list of names; pass [{asked!r}]")
         names = [str(getattr(kind, "value", kind)) for kind in asked or ()]
         known = _generators(self._generator, names)
         names = list(known) if asked is None else names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ def named_reduction(reduction: Any, scale: Any) -> tuple[str, float]:
 
     Raises:
         ValueError: There is no reduction of this name.
-        TypeError: It is neither a name nor an operation, or the factor of ``PREMUL_SUM`` is missing, or not one number.
+        TypeError: It is neither a name nor an operation, or the factor of ``PREMUL_SUM`` is missing, or not one number;
+            or ``scale`` is not a number.
 
     Example:
         >>> (
@@ -57,17 +59,23 @@ def named_reduction(reduction: Any, scale: Any) -> tuple[str, float]:
         ... )
         (('sum', 1.0), ('mean', 1.0), ('sum', 1.5))
     """
-    if isinstance(scale, str):
-        raise TypeError(f"reduce: scale={scale!r} is not a number")
+    factor = _number(scale)
     if isinstance(reduction, str) and (name := reduction.lower()) in OPS:
-        return name, float(scale)
+        return name, factor
     kind = reduction.type if isinstance(reduction, ReduceOp) else getattr(reduction, "op", reduction)
     told = str(getattr(kind, "name", ""))
     if told not in _NAMES:
         known = ", ".join(map(repr, OPS))
         kind_of_error = ValueError if isinstance(reduction, str) else TypeError
         raise kind_of_error(f"reduce: there is no reduction {reduction!r}; choose from {known}")
-    return _NAMES[told], float(scale) * (_factor(reduction) if told == "PREMUL_SUM" else 1.0)
+    return _NAMES[told], factor * (_factor(reduction) if told == "PREMUL_SUM" else 1.0)
+
+
+def _number(scale: Any) -> float:
+    with contextlib.suppress(TypeError, ValueError):  # ValueError: several elements
+        if not isinstance(scale, str | bytes):
+            return float(scale)
+    raise TypeError(f"reduce: scale={scale!r} is not a number")
 
 
 def _factor(op: Any) -> float:
