@@ -99,7 +99,8 @@ class WeightedMean(Metric):
 
     Law: ``compute()`` is the sum of ``value * weight`` divided by the sum of ``weight``, over everything that any rank
     has added: each product is a float64, both sums are exact, and their quotient is rounded once. The result depends
-    neither on the order nor on the distribution over ranks. Without any weight the mean is NaN.
+    neither on the order nor on the distribution over ranks. A value of weight 0 does not count, whatever it is: the
+    mean of a batch without rows is NaN. Without any weight the mean is NaN.
 
     Example:
         >>> loss = WeightedMean()
@@ -138,7 +139,7 @@ class WeightedMean(Metric):
         if not (np.isfinite(factors) & (weights >= 0)).all():
             raise ValueError("WeightedMean: a weight is negative or not finite")
         with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite show in the mean
-            self._weighted.add(products * factors)
+            self._weighted.add(np.where(factors, products * factors, 0.0))
         self._weights.add(np.broadcast_to(weights, values.shape))
 
     def reset(self) -> None:

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings, strategies as st
 
 import easydist
 from easydist import DisagreementError, RemoteError
-from easydist.metrics import Counts, Sums, WeightedMean, compute
+from easydist.metrics import Counts, Sums, WeightedMean, compute, distributed_loader
 from easydist.testing import distributed
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=64)
@@ -131,6 +131,16 @@ def test_what_is_not_finite_shows():
     assert math.isnan(mean.compute())
     mean.update(1e308, 10)
     assert mean.compute() == inf
+
+
+@distributed(world_size=(1, 2, 3))
+def test_the_mean_of_a_batch_without_rows_does_not_count(rank, world_size):
+    targets = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    mean = WeightedMean()
+    for batch in distributed_loader(targets, 1):
+        mean.update(torch.nn.functional.mse_loss(torch.zeros_like(batch), batch), weight=len(batch))
+    mean.update(np.array([math.nan, math.inf, 1.0]), torch.tensor([0, 0, 1]))
+    assert mean.compute() == (1 + 4 + 16 + 64 + world_size) / (4 + world_size)
 
 
 @distributed(world_size=(1, 2, 3, 4))
