@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from easydist.agreement.runner import compare
+from easydist.base.arguments import integer
 from easydist.base.eager import eager, eager_methods
 from easydist.data.structure import find_batch_size
 from easydist.errors import DisagreementError
@@ -70,7 +71,8 @@ def distributed_loader(
             the lengths of the ranks' streams differ.
         ValueError: ``batch_size`` is below 1, or an iterable dataset is to be shuffled, or read by several workers or
             by one that persists.
-        TypeError: ``sampler`` or ``batch_sampler`` is given, or ``DataLoader`` does not have an option.
+        TypeError: ``sampler`` or ``batch_sampler`` is given, ``DataLoader`` does not have an option, or ``batch_size``
+            or ``seed`` is not an integer.
         RemoteError: One of these happened on another rank.
 
     Example:
@@ -84,7 +86,6 @@ def distributed_loader(
 
     Source: ``torch.utils.data.DataLoader`` and ``DistributedSampler``.
     """
-    arguments: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
 
     def opened(comms: Communicators) -> tuple[Source, dict[str, Any]]:
         if taken := sorted(_OURS & options.keys()):
@@ -92,6 +93,12 @@ def distributed_loader(
                 f"distributed_loader: {taken[0]}= is not accepted, because the loader itself splits the samples among "
                 "the ranks"
             )
+        arguments: dict[str, Any] = {
+            "batch_size": integer("batch_size", batch_size, "a number of samples"),
+            "shuffle": shuffle,
+            "seed": integer("seed", seed, "a seed"),
+            "drop_last": drop_last,
+        }
         source = source_of(dataset, Parameters(comms.rank, comms.size, **arguments), collate_fn, options)
         return source, {"total": source.total, **arguments}
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from easydist.base.arguments import integer
 from easydist.base.wording import counted
 from easydist.data.arithmetic import split_bounds
 from easydist.metrics.collate import Collate
@@ -46,6 +47,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     Raises:
         ValueError: ``batch_size`` or ``world_size`` is below 1, ``total`` below 0, or there is no such rank.
+        TypeError: ``total``, ``batch_size`` or ``seed`` is not an integer.
 
     Example:
         >>> list(DistributedBatchSampler(7, 2, rank=0, world_size=2))
@@ -69,7 +71,9 @@ class DistributedBatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self.total, self.batch_size, self.seed = index(total), index(batch_size), index(seed)
+        self.total = integer("total", total, "a number of samples")
+        self.batch_size = integer("batch_size", batch_size, "a number of samples")
+        self.seed = integer("seed", seed, "a seed")
         self.shuffle, self.drop_last = shuffle, drop_last
         self._rank, self._world_size = rank, world_size
         self.epoch = self.start = 0

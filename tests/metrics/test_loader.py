@@ -289,6 +289,23 @@ def test_what_a_stream_cannot_do(rank, options, text):
         distributed_loader(Stream(5), **({"batch_size": 2} | options))
 
 
+@pytest.mark.parametrize("dataset", [Rows(5), Stream(5)], ids=["rows", "stream"])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"batch_size": 2.0}, "batch_size=2.0 is not a number of samples: pass an integer"),
+        ({"batch_size": "2"}, "batch_size='2' is not a number of samples: pass an integer"),
+        ({"seed": None}, "seed=None is not a seed: pass an integer"),
+    ],
+)
+@distributed(world_size=2)
+def test_what_is_no_integer_is_refused_at_once(rank, options, text, dataset):
+    with pytest.raises(TypeError, match=text):
+        distributed_loader(dataset, **options)
+    with pytest.raises(RemoteError, match=f"rank 1: TypeError: {text}"):
+        distributed_loader(dataset, **(options if rank else {}))
+
+
 @distributed(world_size=2)
 def test_ranks_that_share_out_something_else_are_told(rank):
     with pytest.raises(DisagreementError, match=r"total=5.*\n.*total=6"):
