@@ -73,4 +73,11 @@ MUTANTS = [
         "for name in _slots(type(item))",
         "tests/verbs/test_trees.py -k holds_tensors",
     ),
+    Mutant(
+        "data/backing.py",
+        "_without_memory",
+        "if torch_private.is_batch_of_gradients(tensor):",
+        "if False:",
+        "tests/verbs/test_gradients.py::test_a_batch_of_gradients_is_a_type_error_on_all_ranks",
+    ),
 ]

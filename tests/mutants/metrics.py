@@ -131,4 +131,11 @@ MUTANTS = [
         "            self._move()\n        self._add(indices, columns)",
         "tests/metrics/test_collector.py",
     ),
+    Mutant(
+        "metrics/sums.py",
+        "WeightedMean.update",
+        "np.where(factors, products * factors, 0.0)",
+        "products * factors",
+        "tests/metrics/test_sums.py::test_the_mean_of_a_batch_without_rows_does_not_count",
+    ),
 ]

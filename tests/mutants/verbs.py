@@ -108,4 +108,11 @@ MUTANTS = [
         "",
         "tests/verbs/test_tensor_dicts.py::test_autograd_notices_what_arrives_in_into_at_any_size",
     ),
+    Mutant(
+        "verbs/ranks.py",
+        "_listed",
+        'hasattr(ranks, "__index__") or not hasattr(ranks, "__iter__")',
+        'hasattr(ranks, "__index__")',
+        "tests/verbs/test_ranks.py::test_what_is_no_integer_is_refused_by_name",
+    ),
 ]
