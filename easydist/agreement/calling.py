@@ -57,7 +57,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         "_timeout",
         "_turn",
     )
-    _is_call = True
+    _is_call = _is_turn = True
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
             self._timeout = comms.found(self._operation, self._site, self._timeout)
         if not self._is_call:
             return
-        comms.monitor.begin(self._operation, self._site, self._timeout, self._peer)
+        comms.monitor.begin(self._operation, self._site, self._timeout, self._peer, self._is_turn)
         self._signals = comms.hears_signals(self._peer is not None)
         self._signals.__enter__()
         if comms.monitor.broken is not None or not comms.has_met:
@@ -169,6 +169,13 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         monitor = self._comms.monitor
         if monitor.tells_of(isinstance(error, Exception), getattr(error, "raised_in", None) is self._comms):
             monitor.ended_by(error)
+
+
+class waiting(calling):  # noqa: N801 - as above
+    """The context of a wait for a message that was begun before. The other rank makes no call for it."""
+
+    __slots__ = ()
+    _is_turn = False
 
 
 class founding(calling):  # noqa: N801 - a context manager, read as a phrase

@@ -60,7 +60,14 @@ class Monitor(GroupStatus):
         self.outside: Callable[[], None] = nothing
         self._lock = threading.Lock()
 
-    def begin(self, operation: str, site: str, timeout: float | None = None, peer: int | None = None) -> None:
+    def begin(
+        self,
+        operation: str,
+        site: str,
+        timeout: float | None = None,
+        peer: int | None = None,
+        is_turn: bool = True,
+    ) -> None:
         """Begin a call.
 
         Args:
@@ -68,18 +75,19 @@ class Monitor(GroupStatus):
             site: The caller's file and line.
             timeout: The time limit in seconds; None for the group's.
             peer: The only other rank that takes part; such calls are not counted. None if all ranks take part.
+            is_turn: False if ``peer`` makes no call that belongs to this one, which only waits for an earlier message.
 
         Raises:
             RemoteError: ``peer`` had left this call before the ranks met last.
         """
         now = time.monotonic()
-        may_have_missed = self.begin_call(now, self.timeout if timeout is None else timeout, WARN_AFTER, peer)
+        may_have_missed = self.begin_call(now, self.timeout if timeout is None else timeout, WARN_AFTER, peer, is_turn)
         self._is_limit_given = timeout is not None
         self.crossing.wait = None
         self.operation, self.site, self._place = operation, site, f"{operation}, call {self.number}, at {site}".encode()
         if self._page is not None:
             self._page.begin(self.entry, self._place, now, self.number if peer is None else None, peer)
-        if self.peer is not None and self.was_left_before():
+        if self.peer is not None and is_turn and self.was_left_before():
             raise RemoteError(texts.given_up(operation, self.advice.failed))
         if may_have_missed and (cause := self.missed(map(self.hear, self.peers.values()))) is not None:
             self.broken = self.error_of(cause, ())

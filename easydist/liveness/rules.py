@@ -84,7 +84,9 @@ class CallProtocol:
 
     # Calls.
 
-    def begin_call(self, now: float, limit: float, warn_after: float, peer: int | None = None) -> bool:
+    def begin_call(
+        self, now: float, limit: float, warn_after: float, peer: int | None = None, is_turn: bool = True
+    ) -> bool:
         """Begin a call; return True if this rank may have missed reports of the others (see ``missed``)."""
         self.peer = self._partner = peer
         if peer is None:
@@ -94,7 +96,7 @@ class CallProtocol:
                 self._turns.clear()
         else:
             self.at = self.number + 0.5
-            self._turn = self._turns[peer] = self._turns.get(peer, 0) + 1
+            self._turn = self._turns[peer] = self._turns.get(peer, 0) + is_turn
         if self._looks:
             self._looks.clear()
         self.is_awaited, self.is_fresh, self.is_promised, self._has_followed = False, True, False, False

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from easydist.agreement.calling import calling
+from easydist.agreement.calling import waiting
 from easydist.errors import RemoteError
 from easydist.groups.communicators import Communicators
 from easydist.liveness.page import MessageWait
@@ -149,7 +149,7 @@ class Transfer:
         if self.is_empty:
             self._is_done = True
             return
-        with calling(self._comms, self._operation, None, self._peer):
+        with waiting(self._comms, self._operation, None, self._peer):
             if self._message is not None and self._comms.monitor.phase == self._phase:
                 self._comms.monitor.waits_for(self._message)
             self.wait_inside()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import easydist
 from easydist import CollectiveTimeout, ProcessState
 from easydist.messages.transfers import Part, Transfer
+from easydist.parallel import GroupCoordinator
 from easydist.testing import distributed
 from easydist.transport.work import ENDED
 
@@ -64,3 +65,22 @@ def test_the_memory_of_a_part_is_released_before_the_next_one_arrives(rank):
     held.comes.set()
     transfer.wait()
     easydist.gather(rank)  # a message from a rank that has left counts as completed
+
+
+@distributed(world_size=2)
+def test_a_rank_that_has_waited_for_handles_learns_that_the_other_one_has_given_up(rank):
+    pair, store = GroupCoordinator([[0, 1]], rank, "gloo", False), dist.group.WORLD.get_group_store()
+    if rank == 0:
+        for handle in [pair.isend_object(step, 1) for step in range(3)]:
+            handle.wait()
+        store.wait(["given up"])
+        with pytest.raises(CollectiveTimeout, match="recv_object"):
+            pair.send_object("too late", 1)
+        pair.send_object("next", 1)
+    else:
+        assert [pair.recv_object(0) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(CollectiveTimeout):
+            easydist.recv_object(src=0, group=pair, timeout=0.1)
+        store.set("given up", "")
+        assert pair.recv_object(0) == "next"
+    pair.destroy()

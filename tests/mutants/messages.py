@@ -137,4 +137,11 @@ MUTANTS = [
         "",
         "tests/messages/test_crossing.py::test_messages_after_the_error_are_in_step",
     ),
+    Mutant(
+        "agreement/calling.py",
+        "waiting",
+        "    _is_turn = False\n",
+        "",
+        "tests/messages/test_transfers.py::test_a_rank_that_has_waited_for_handles_learns_that_the_other_one_has_given_up",
+    ),
 ]

@@ -178,7 +178,7 @@ PAST = {
     ),
     "does not count the calls between two ranks": (
         "a_call_of_two_that_the_other_had_left_is_known",
-        Mutant("rules", "self._turn = self._turns[peer] = self._turns.get(peer, 0) + 1", "self._turn = 1"),
+        Mutant("rules", "self._turn = self._turns[peer] = self._turns.get(peer, 0) + is_turn", "self._turn = 1"),
     ),
     "fails alone": (
         14,
