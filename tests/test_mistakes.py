@@ -327,6 +327,14 @@ MISTAKES = {
             " than readers, and each has a rank of its own"
         ),
     ),
+    "bytes as a float": (
+        lambda: MessageQueue(1, 1, None, 24e6),
+        TypeError("MessageQueue: max_chunk_bytes=24000000.0 is not a whole number: pass an integer"),
+    ),
+    "a reader's rank as text": (
+        lambda: MessageQueue.create_from_handle(MessageQueue(1, 1).export_handle(), "0"),
+        TypeError("MessageQueue.create_from_handle: rank='0' is not a rank: pass an integer"),
+    ),
     "a writer that reads": (
         lambda: MessageQueue(1, 1).dequeue(),
         RuntimeError("Only readers can dequeue: this is the writer's end"),

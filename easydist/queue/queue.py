@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from easydist.agreement.runner import compare
 from easydist.base import modes
+from easydist.base.arguments import integer
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
 from easydist.liveness.peer import host_id
@@ -56,6 +57,7 @@ class MessageQueue:
         weights_only: Decode with the restricted decoder, and refuse in ``enqueue`` objects that it would refuse.
 
     Raises:
+        TypeError: A number is not an integer.
         ValueError: The numbers are inconsistent.
         UnsafeObjectError: ``weights_only`` is False and pickle is denied.
         OSError: The writer cannot listen at ``connect_ip``.
@@ -74,7 +76,10 @@ class MessageQueue:
         *,
         weights_only: bool = True,
     ) -> None:
-        ranks = list(range(n_local_reader)) if local_reader_ranks is None else list(local_reader_ranks)
+        n_reader, n_local_reader = _integer("n_reader", n_reader), _integer("n_local_reader", n_local_reader)
+        max_chunk_bytes, max_chunks = _integer("max_chunk_bytes", max_chunk_bytes), _integer("max_chunks", max_chunks)
+        local = range(n_local_reader) if local_reader_ranks is None else local_reader_ranks
+        ranks = [integer("MessageQueue: local_reader_ranks", rank, "a rank") for rank in local]
         _check_numbers(n_reader, n_local_reader, ranks, max_chunk_bytes, max_chunks)
         if not weights_only:
             codec.demand_pickle()
@@ -96,6 +101,7 @@ class MessageQueue:
         Raises:
             ConnectionError: The writer cannot be reached.
             RuntimeError: This rank has been used.
+            TypeError: ``rank`` is not an integer.
             ValueError: This rank is not a reader of the queue.
             WireError: The handle is damaged.
             UnsafeObjectError: The queue has ``weights_only=False`` and pickle is denied here.
@@ -103,7 +109,7 @@ class MessageQueue:
         if not handle.weights_only:
             codec.demand_pickle()
         self = MessageQueue.__new__(MessageQueue)
-        self._begin(ReaderEnd(handle, rank), handle)
+        self._begin(ReaderEnd(handle, integer("MessageQueue.create_from_handle: rank", rank, "a rank")), handle)
         return self
 
     @property
@@ -319,6 +325,10 @@ class MessageQueue:
 def _all_or_none(comms: Communicators, make: Callable[[], _T], arguments: Callable[[], dict[str, Any]] = dict) -> _T:
     """Return the result of ``make``. If it raises on one rank, or the arguments differ, all ranks raise."""
     return compare(comms, "MessageQueue", lambda _: (make(), arguments()))
+
+
+def _integer(name: str, value: Any) -> int:
+    return integer(f"MessageQueue: {name}", value, "a whole number")
 
 
 def _check_numbers(n_reader: int, n_local: int, ranks: list[int], max_chunk_bytes: int, max_chunks: int) -> None:
