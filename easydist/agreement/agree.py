@@ -194,7 +194,7 @@ def _disagree(comms: Communicators, operation: str, call: Call) -> NoReturn:
         "operation": operation,
         "site": comms.monitor.site,
         "types": call.types(),
-        "fixed": call.types(call.dim),
+        "fixed": call.types(fixed=True),
         "absent": call.absent,
         "advice": call.advice,
     }

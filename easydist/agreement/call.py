@@ -26,6 +26,7 @@ class Call:
         arguments: The arguments that have to be the same on every rank, by name.
         leaves: The data; None if there is none, or if it is not a tree of tensors.
         dim: The dimension along which sizes may differ between ranks; None if there is none.
+        any_size: True if the sizes along all other dimensions may differ, too.
         nbytes: The number of bytes that this rank will send, if the others have to know it.
         payload: The data that this rank will send, ``nbytes`` in total; it goes with the header if it is small.
         text: The same as bytes, in place of ``payload``; at most ``frames.room``, so that it goes with the header.
@@ -48,6 +49,7 @@ class Call:
     advice: str = SAME
     devices: tuple[str, ...] = ()
     numbers: tuple[int, ...] = ()
+    any_size: bool = False
 
     @property
     def tree(self) -> Leaves:
@@ -59,12 +61,12 @@ class Call:
         """Return the call as source code: ``gather(dst=None, dim=0)``."""
         return f"{operation}({', '.join([f'{name}={value!r}' for name, value in self.arguments.items()])})"
 
-    def types(self, dim: int | None = None) -> list[LeafType | PlainValue]:
-        """Return leaves as (path, dtype, shape), -1 for the size along ``dim``; plain values as (path, text, None)."""
+    def types(self, fixed: bool = False) -> list[LeafType | PlainValue]:
+        """Return leaves as (path, dtype, shape), plain values as (path, text, None); if ``fixed``, -1 for free sizes."""
         if self.leaves is None:
             return []
         plain = [(path, shortened(text), None) for path, text in self.leaves.plain]
-        leaves = self.leaves.layout.types(dim)
+        leaves = self.leaves.layout.types(self.dim if fixed else None, self.any_size)
         if self.devices:
             leaves = [(p, f"{d} on {there}", s) for (p, d, s), there in zip(leaves, self.devices, strict=True)]
         return [*leaves, *plain]
@@ -75,6 +77,7 @@ class Call:
             return 0
         layout = self.leaves.layout
         structure = layout.fingerprint if self.dim is None else layout.free(self.dim)[1]
+        structure = layout.of_any_size if self.any_size else structure
         return self._whole(structure) if self.leaves.plain or self.devices else structure
 
     def variations(self) -> int:
@@ -91,7 +94,7 @@ class Call:
         return fingerprint((layout, self.tree.plain, self.devices))
 
     def sizes(self) -> bytes:
-        """Return the size of each leaf along the free dimension, as 64-bit numbers."""
+        """Return the size of each leaf along ``dim``, as 64-bit numbers."""
         return b"" if self.leaves is None or self.dim is None else _sizes(self.leaves.layout, self.dim)
 
 

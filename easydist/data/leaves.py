@@ -210,13 +210,17 @@ class Layout:
         self.fingerprint = fingerprint((self._names, self._runs(self.shapes)))
         self._free: dict[int, tuple[list[int], int]] = {}
 
-    def types(self, dim: int | None = None) -> list[LeafType]:
-        """Return the leaves as (path, dtype, shape), with -1 for the size along ``dim``."""
+    def types(self, dim: int | None = None, any_size: bool = False) -> list[LeafType]:
+        """Return the leaves as (path, dtype, shape), with -1 for the size along ``dim``, or for all sizes."""
         rows = [(p, dtype_name(d), list(s)) for p, d, s in zip(self.paths, self.dtypes, self.shapes, strict=True)]
-        if dim is not None:
-            for _, _, shape in rows:
-                shape[dim] = -1
+        for _, _, shape in rows if dim is not None else ():
+            shape[:] = [-1 if any_size or i == dim % len(shape) else size for i, size in enumerate(shape)]
         return rows
+
+    @functools.cached_property
+    def of_any_size(self) -> int:
+        """The fingerprint of paths, dtypes and numbers of dimensions."""
+        return fingerprint((self._names, self._runs([-1] * len(shape) for shape in self.shapes)))
 
     def _runs(self, shapes: Iterable[Sequence[int]]) -> list[tuple[str, tuple[int, ...], int]]:
         """Return runs of leaves with the same dtype and shape, and their lengths: short even for many numbers."""

@@ -49,8 +49,8 @@ def pad_across_processes(
     """Lengthen every leaf along ``dim`` to the longest rank's size.
 
     Law: along ``dim`` leaf p has the size ``max(size of leaf p on rank r for all r)``; the old values come first (last
-    with ``pad_first``), and the rest is ``pad_index``. The dtype does not change. ``gather`` needs this only if
-    dimensions other than its own ``dim`` differ.
+    with ``pad_first``), and the rest is ``pad_index``. The dtype does not change, nor do sizes along other dimensions,
+    which may differ between ranks. ``gather`` needs this only if dimensions other than its own ``dim`` differ.
 
     Example:
         >>> import torch, easydist
@@ -72,7 +72,7 @@ def pad_across_processes(
 
     Raises:
         ValueError: A leaf's dtype cannot hold ``pad_index``, or ``pad_index`` is more than one number.
-        DisagreementError: Paths, dtypes or shapes apart from ``dim`` differ between ranks.
+        DisagreementError: Paths, dtypes or numbers of dimensions differ between ranks.
         RemoteError: Another rank's tree could not be padded.
 
     Cost: one header exchange, which carries the sizes of up to some thousand leaves; if there are more and sizes
@@ -102,7 +102,7 @@ class _PadAcrossProcesses(TreeVerb):
         self._filling = number or float(asked)  # for a zero, the float, which may be -0.0
         _check_filling(leaves, self._filling, self._pad_index)
         arguments = {"dim": self._dim, "pad_index": number, "pad_first": bool(self._pad_first)}
-        return Call(arguments, leaves, self._dim, advice=f"Only dim {self._dim} may differ between ranks.")
+        return Call(arguments, leaves, self._dim, any_size=True, advice="Only sizes may differ between ranks.")
 
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
         if not (agreed.call.tree.values or tree.flatten(self._tensor)[0]):  # unpadded leaves count as data, too

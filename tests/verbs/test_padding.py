@@ -118,9 +118,14 @@ def test_a_filling_that_is_no_finite_number(rank, world_size, filling):
 
 
 @distributed(world_size=2)
-def test_other_dims_have_to_agree(rank):
-    with pytest.raises(DisagreementError, match=r"rank 0: float32 \(1, 3\)   rank 1: float32 \(2, 4\)"):
-        easydist.pad_across_processes(torch.ones(rank + 1, 3 + rank))
+def test_other_dims_may_differ_but_not_their_number(rank):
+    padded = easydist.pad_across_processes(torch.ones(rank, 3 + rank), dim=1)  # the last batch has no rows on rank 0
+    assert padded.shape == (rank, 4)
+    assert easydist.gather(padded).shape == (1, 4)
+    with pytest.raises(DisagreementError, match=r"rank 0: float32 \(1, 3\)   rank 1: float32 \(1, 3, 2\)"):
+        easydist.pad_across_processes(torch.ones((1, 3, 2)[: 2 + rank]))
+    with pytest.raises(DisagreementError, match=r"rank 0: float32 \(1, 3\)   rank 1: int64 \(1, 3\)"):
+        easydist.pad_across_processes(torch.ones(1, 3, dtype=torch.int64 if rank else torch.float32))
 
 
 @distributed(world_size=2)
