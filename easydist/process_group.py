@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import atexit
 import sys
-from datetime import timedelta
+from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store
 
 from easydist.base import torch_groups
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.peer import Peer
 from easydist.torch_backend.group import SharedMemoryGroup
 from easydist.torch_backend.rendezvous import NAME, met
 from easydist.transport.backends.solo import Solo
@@ -22,14 +23,22 @@ from easydist.transport.backends.solo import Solo
 __all__ = ["NAME", "SharedMemoryGroup"]
 
 
-def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:
+def _create(options: Any, _: object) -> SharedMemoryGroup:
     """Create a group with this backend, for torch."""
+    store, size, timeout = options.store, options.group_size, options.timeout
     if size == 1:
         return SharedMemoryGroup(Solo(), store, timeout, Monitor(0, 1, timeout.total_seconds()))
-    rendezvous, backend = met(store, rank, size, timeout)
+    rendezvous, backend = met(store, options.group_rank, size, timeout, _known(options.global_ranks_in_group))
     group = SharedMemoryGroup(backend, rendezvous.store, timeout, rendezvous.monitor)
     rendezvous.look_to(group.guard)
     return group
+
+
+def _known(ranks: Sequence[int]) -> dict[int, Peer]:
+    """Return the other processes of a new group, as far as they are known from the default group."""
+    default = dist.GroupMember.WORLD
+    peers = default.monitor.peers if isinstance(default, SharedMemoryGroup) else {}
+    return {i: peers[rank] for i, rank in enumerate(ranks) if rank in peers}
 
 
 def _at_exit() -> None:
@@ -42,4 +51,4 @@ def _at_exit() -> None:
 
 atexit.register(_at_exit)
 if NAME not in dist.Backend.backend_list:
-    dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

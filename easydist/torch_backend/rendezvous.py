@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from datetime import timedelta
 
@@ -11,6 +11,7 @@ from torch.distributed import Store
 
 from easydist.groups.rendezvous import Rendezvous
 from easydist.groups.sharing import is_wanted
+from easydist.liveness.peer import Peer
 from easydist.transport.backends.shm import Shm
 
 NAME = "easydist_shm"
@@ -38,7 +39,9 @@ def rendezvous_in(store: Store) -> Iterator[None]:
         _place.reset(token)
 
 
-def met(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Rendezvous, Shm]:
+def met(
+    store: Store, rank: int, size: int, timeout: timedelta, known: Mapping[int, Peer] | None = None
+) -> tuple[Rendezvous, Shm]:
     """Let the ranks of a new group meet, and return their rendezvous and their memory.
 
     Args:
@@ -46,11 +49,14 @@ def met(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Rendezv
         rank: The rank of this process in the group.
         size: The number of processes in the group.
         timeout: The limit of the rendezvous.
+        known: The other processes by rank, as far as they are known; not for a rendezvous in another store.
 
     Raises:
-        EasydistError: Some ranks did not come, or the store is gone.
+        EasydistError: Some ranks did not come or have ended, or the store is gone.
         RuntimeError: The ranks cannot share memory.
     """
-    own = _place.get() or store
-    with Rendezvous(own, rank, size, timeout, name=NAME, operation="init_process_group") as rendezvous:
+    if (place := _place.get()) is not None:
+        store, known = place, None
+    operation = "init_process_group"
+    with Rendezvous(store, rank, size, timeout, name=NAME, operation=operation, known=known) as rendezvous:
         return rendezvous, rendezvous.join(rendezvous.introduce(is_wanted()), _INSTEAD)

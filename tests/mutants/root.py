@@ -89,6 +89,13 @@ MUTANTS = [
     ),
     Mutant(
         "process_group.py",
+        "_known",
+        "if rank in peers",
+        "if rank < 0",
+        "tests/torch_backend/test_ends_of_groups.py::test_a_new_group_does_not_wait_for_a_process_that_has_ended",
+    ),
+    Mutant(
+        "process_group.py",
         "_at_exit",
         "group.finish()",
         "pass",

@@ -150,25 +150,30 @@ def test_one_rank_without_memory_fails_the_group_on_all(rank, step):
     dist.barrier()
 
 
+def created(store, rank, size, seconds):
+    """Create a group as torch does."""
+    options = dist.distributed_c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = store, rank, size
+    options.timeout, options.global_ranks_in_group = timedelta(seconds=seconds), []
+    return dist.distributed_c10d.Backend._plugins[NAME.upper()].creator_fn(options, None)
+
+
 @distributed(world_size=2)
 def test_rank_that_does_not_come(rank):
     if rank == 0:
         with pytest.raises(CollectiveTimeout, match=r"init_process_group: 1 of 2 ranks did not come within 0\.2 s"):
-            dist.distributed_c10d.Backend._plugins[NAME.upper()].creator_fn(
-                dist.HashStore(), 0, 2, timedelta(seconds=0.2)
-            )
+            created(dist.HashStore(), 0, 2, 0.2)
     dist.barrier()
 
 
 @distributed(world_size=[2, 3])
 def test_ranks_meet_after_an_attempt_to_which_not_all_came(rank, world_size):
-    create = dist.distributed_c10d.Backend._plugins[NAME.upper()].creator_fn
     store = dist.PrefixStore("again", dist.group.WORLD.get_group_store())
     if rank != 1:
         with pytest.raises(CollectiveTimeout, match="rank 1: missing"):
-            create(store, rank, world_size, timedelta(seconds=0.2))
+            created(store, rank, world_size, 0.2)
     dist.barrier()
-    made = create(store, rank, world_size, timedelta(seconds=launching.within(20)))
+    made = created(store, rank, world_size, launching.within(20))
     made.allreduce(total := torch.ones(1)).wait()
     assert total.item() == world_size
     made.shutdown()
@@ -231,6 +236,35 @@ def test_default_group_under_a_launcher(tmp_path):
     assert [process.returncode for process in processes] == [0, 0, 3], told
     for text, _ in told[:2]:
         assert re.search(r"rank 2 is lost: process \d+ on \S+ ended \(exit status 3\)", text)
+
+
+ENDED = """
+import os, sys, torch, torch.distributed as dist
+from datetime import timedelta
+import easydist.process_group
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 3)
+dist.init_process_group("easydist_shm", store=store, rank=rank, world_size=3)
+if rank == 1:
+    os._exit(3)
+limit = timedelta(seconds=float(sys.argv[3]))
+try:
+    dist.new_group([2, 1, 0], backend="easydist_shm", timeout=limit)
+except easydist.PeerLostError as error:
+    print(error.rank, error)
+survivors = dist.new_group([2, 0], backend="easydist_shm", timeout=limit, use_local_synchronization=True)
+dist.all_reduce(tensor := torch.ones(1), group=survivors)
+assert tensor.item() == 2
+"""
+
+
+@pytest.mark.slow
+def test_a_new_group_does_not_wait_for_a_process_that_has_ended(tmp_path):
+    command, given = (launching.fork(), "-c", ENDED), (tmp_path / "store", launching.within(20))
+    processes = [launching.start(*command, rank, *given, env=os.environ | launching.OWN) for rank in range(3)]
+    told = launching.finished(*processes)
+    assert [process.returncode for process in processes] == [0, 3, 0], told
+    for text, _ in told[::2]:
+        assert re.search(r"^1 init_process_group: rank 1 is lost: process \d+ on \S+ ended", text)
 
 
 @distributed(world_size=3)
