@@ -62,7 +62,7 @@ class Call:
         return f"{operation}({', '.join([f'{name}={value!r}' for name, value in self.arguments.items()])})"
 
     def types(self, fixed: bool = False) -> list[LeafType | PlainValue]:
-        """Return leaves as (path, dtype, shape), plain values as (path, text, None); if ``fixed``, -1 for free sizes."""
+        """Return leaves as (path, dtype, shape), -1 for free sizes if ``fixed``; plain values as (path, text, None)."""
         if self.leaves is None:
             return []
         plain = [(path, shortened(text), None) for path, text in self.leaves.plain]
