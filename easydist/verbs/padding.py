@@ -102,7 +102,7 @@ class _PadAcrossProcesses(TreeVerb):
         self._filling = number or float(asked)  # for a zero, the float, which may be -0.0
         _check_filling(leaves, self._filling, self._pad_index)
         arguments = {"dim": self._dim, "pad_index": number, "pad_first": bool(self._pad_first)}
-        return Call(arguments, leaves, self._dim, any_size=True, advice="Only sizes may differ between ranks.")
+        return Call(arguments, leaves, self._dim, any_size=True)
 
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
         if not (agreed.call.tree.values or tree.flatten(self._tensor)[0]):  # unpadded leaves count as data, too
