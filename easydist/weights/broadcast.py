@@ -80,7 +80,7 @@ def broadcast_state_dict(
         offload_to_cpu: Put new tensors on the CPU.
         pin_memory: Put new tensors on the CPU in pinned memory, if there is an accelerator.
         verify: Compare a digest of every tensor afterwards; the source decides. Needs the extra ``weights``.
-        bucket_bytes: The most bytes under way, and copied on the way, per rank; the source decides.
+        bucket_bytes: The most bytes in transit, and copied on the way, per rank; the source decides.
         progress: True to show a bar on the first rank of the group if the call takes longer than a second. Needs tqdm.
         group: The participating ranks.
         group_src: The same as ``src``, for any group.
@@ -104,7 +104,7 @@ def broadcast_state_dict(
 
     Cost: two header exchanges, and a broadcast of the header if it has more than 32 KiB; then one broadcast for each
     block of 256 KiB to a quarter of ``bucket_bytes``, straight from its memory, and one for as much of all smaller
-    tensors. Several are under way at a time. Blocks go only to the ranks that want them, except over NCCL; if these are
+    tensors. Several are in transit at once. Blocks go only to the ranks that want them, except over NCCL; if these are
     not the same for all blocks, that takes an all-gather of the blocks' places, more messages for small tensors, and a
     barrier. ``verify`` adds a broadcast of 16 bytes per tensor and a header exchange.
     Preparing a state dict costs a rank 15 µs for each tensor, or 3 µs if one of the last few differed only in its

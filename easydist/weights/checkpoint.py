@@ -58,7 +58,7 @@ def broadcast_checkpoint(
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Any:
-    """Load a checkpoint on all ranks, though only one rank reads it.
+    """Load a checkpoint on all ranks, while only one rank reads it.
 
     Law: after ``broadcast_checkpoint(path, model)`` every rank's model is in the state after
     ``model.load_state_dict(load(path), strict)``.

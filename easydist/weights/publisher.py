@@ -80,7 +80,7 @@ class WeightPublisher(Member):
     ) -> int:
         """Send the current weights to all receivers.
 
-        Law: either it returns, and every receiver has the version and uses it from now on; or it raises, and none does.
+        Law: either it returns, and every receiver has the version; or it raises, and none does.
 
         Args:
             version: A number larger than the previous one; None means the previous one plus one.

@@ -49,7 +49,7 @@ class Resharding:
         source: The weights that this rank holds: a module or a dict of tensors, DTensors and local shards; or None.
         target: The weights that this rank wants, in the same form. The tensors are written in place.
         group: The participating ranks.
-        bucket_bytes: The most bytes under way, and copied on the way, on a rank.
+        bucket_bytes: The most bytes in transit, and copied on the way, per rank.
         timeout: How long the ranks may take to meet.
 
     Attributes:

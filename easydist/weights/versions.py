@@ -103,7 +103,8 @@ class WeightReceiver(Member):
     def receive(self, *, timeout: Timeout | None = None) -> int:
         """Wait for the next version, and start to use it.
 
-        Law: afterwards ``version`` and ``state`` are those of ``publish``; if it raises, they have not changed.
+        Law: afterwards ``version`` and ``state`` are those of ``publish``; if it raises, they have not changed. A
+        version that waits for ``commit`` is committed first.
 
         Args:
             timeout: The time limit of the call; None is the group's.
@@ -147,8 +148,9 @@ class WeightReceiver(Member):
         returns, once all members have all of it: at the end of the loop ``version`` is its number.
 
         This is for an engine that loads the weights itself and has no room for a second copy, and for a receiver
-        without a model. Other members may call ``receive``. An entry comes once it is complete, with the dtype that
-        travels, and the receiver drops it when the loop goes on. Tied entries come under each of their names.
+        without a model. Other members may call ``receive``. The iterator yields an entry once it is complete, with the
+        dtype that travels, and drops it when the loop asks for the next one. Tied entries come under each of their
+        names.
 
         If the loop ends early, by ``break`` or an exception, all other members raise a ``RemoteError``, as soon as the
         iterator is dropped: ``contextlib.closing`` does that at once. The engine may then have parts of two versions,
@@ -158,7 +160,7 @@ class WeightReceiver(Member):
             timeout: The time limit of the call, with all that the loop does; None is the group's.
 
         Returns:
-            An iterator, which begins the call when it begins.
+            An iterator; the call begins when the iterator is first advanced.
 
         Raises:
             EasydistError: As for ``WeightPublisher.publish``, and as for ``arrive``. ``version`` is 0 if entries may
@@ -183,10 +185,10 @@ class WeightReceiver(Member):
         return verb
 
     async def areceive(self, *, timeout: Timeout | None = None) -> int:
-        """Do as ``receive`` in an ``asyncio`` program, which goes on meanwhile; other coroutines see no mixture.
+        """Do as ``receive`` without blocking the event loop; other coroutines never see a mixture of two versions.
 
-        The version arrives in a thread, and is taken into use in the event loop. A task that is cancelled leaves the
-        thread, so the version may still arrive: ``arrived`` tells, and the next call takes it into use first.
+        The version arrives in a thread, and is committed in the event loop. If the task is cancelled, the thread runs
+        on, so the version may still arrive: ``arrived`` is then its number, and the next call commits it first.
         """
         self._commit_held()
         await asyncio.to_thread(self.arrive, timeout=timeout)
