@@ -1,4 +1,4 @@
-"""easydist on Ray: groups of actors, and ranks. It needs the extra ``ray``, which is imported when they are made."""
+"""easydist on Ray: groups of actors, and ranks. Needs the extra ``ray``, which is imported when one of them is made."""
 
 from easydist.cluster.ranks import Ranks
 from easydist.weights.ray import (

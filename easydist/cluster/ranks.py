@@ -34,12 +34,12 @@ class Ranks:
 
     Args:
         size: The number of ranks.
-        resources: The resources of each rank, as in a bundle of Ray's placement groups; None is one CPU.
-        strategy: The placement group's: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``.
+        resources: The resources of each rank, as in a bundle of Ray's placement groups; None: one CPU.
+        strategy: That of the placement group: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``.
         nodes: The number of nodes, with the same number of ranks on each; None leaves it to ``strategy``.
         runtime_env: Ray's runtime environment for the ranks; local folders are uploaded.
         address: The cluster, as in ``ray.init``; not used if Ray is connected already. None: the one that Ray finds, or
-            a new one on this machine, which ends with the ranks. There, they may be more than the cores.
+            a new one on this machine, which ends with the ranks and may have more ranks than cores.
         ship: True to send the driver's easydist to the nodes; None to do so unless all of them are this machine.
         timeout: How long to wait for resources and for the start of the actors.
 
@@ -50,7 +50,7 @@ class Ranks:
         ValueError: ``size``, ``resources``, ``strategy`` or ``nodes`` cannot be met by any cluster; or a path of
             ``runtime_env`` does not exist, or its fields exclude each other.
         TypeError: A value of ``runtime_env`` has a type that Ray does not take.
-        CollectiveTimeout: The resources were not free in time; the text says what is. Nothing is left behind.
+        CollectiveTimeout: The resources were not free in time; the text lists the free ones. Nothing is left behind.
         RuntimeError: A node has another version of Python or torch.
         PeerLostError: A rank ended while it started.
         ImportError: Ray is not installed.
@@ -177,8 +177,8 @@ class Ranks:
 
         Raises:
             TypeError: The function or its arguments cannot be pickled.
-            RemoteError: It raised on a rank. Ranks that waited for that one raised, too. Or ranks waited in a call for
-                one that had returned.
+            RemoteError: The function raised on a rank; ranks that waited for that one raised, too. Or ranks waited in a
+                call for one that had returned.
             PeerLostError: The process or the node of a rank has ended, now or before. Ranks that waited for it raised,
                 too.
             RuntimeError: Ranks are busy, because they did not react to Ctrl-C; or these ranks are closed, or a notebook
@@ -273,7 +273,7 @@ class Ranks:
     def restart(self, ranks: Collection[int] | None = None) -> None:
         """Replace ranks by new actors, on another node if theirs has died. The others keep their variables.
 
-        All ranks enter a new world: groups made in the old one have ended.
+        All ranks enter a new world, so groups made in the old one have ended.
 
         Args:
             ranks: The ranks to replace; None: all.
@@ -312,7 +312,7 @@ class Ranks:
         self._still_busy(_STOPS_WITHIN)
 
     def close(self) -> None:
-        """End the ranks, give their resources back, and leave the cluster; one that was started for them ends."""
+        """End the ranks, give their resources back, and disconnect; a cluster that was started for them ends, too."""
         self._actors.close()
 
 
