@@ -37,7 +37,7 @@ class Cluster:
     Args:
         size: The number of ranks.
         sink: The target of their output; None: the notebook, or the program's own output.
-        place: Where they run; None: on this machine. It is closed with the cluster.
+        place: The place where they run; None: this machine. It is closed with the cluster.
 
     Attributes:
         size: The number of ranks.
@@ -130,7 +130,7 @@ class Cluster:
 
         Args:
             source: The source of a cell. IPython's magics work.
-            ranks: The ranks that run it; None: all. Then a collective that other ranks would have to join is an error.
+            ranks: The ranks that run it; None: all. A collective that other ranks would have to join is an error.
 
         Raises:
             CellError: It raised on a rank, or ranks waited in vain. Variables stay, and the next call works.
@@ -315,8 +315,8 @@ class Cluster:
 
         Raises:
             ValueError: There is no such rank.
-            RuntimeError: The cluster is stopped, others are lost or busy, too, or a rank did not start.
-            CollectiveTimeout: There are no resources for them on the Ray cluster; they stay lost.
+            RuntimeError: The cluster is stopped, other ranks are lost or busy, or a rank did not start.
+            CollectiveTimeout: The Ray cluster has no resources for them; they stay lost.
         """
         with self._lock:
             again = sorted(range(self.size) if ranks is None else set(ranks))

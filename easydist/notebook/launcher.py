@@ -23,16 +23,16 @@ def start(n: int | None = None, *, on: Literal["ray"] | Ranks | None = None, **o
     Args:
         n: The number of ranks; None: the number of GPUs of this machine, else 2; or that of the ranks in ``on``.
         on: ``"ray"``: the ranks are on the nodes of a Ray cluster; None: on this machine. Existing ``Ranks``: cells run
-            in their processes, whose modules and variables they see, until the cluster is stopped. The ranks then go
-            on; meanwhile their ``run`` and ``restart`` are errors.
+            in their processes, whose modules and variables they see, until the cluster is stopped; until then their
+            ``run`` and ``restart`` raise an error. Stopping the cluster does not end them.
         **options: Keyword arguments of ``easydist.ray.Ranks``, such as ``resources={"GPU": 1}``, for ranks on Ray.
 
     Raises:
         ImportError: Packages of the extra ``notebook`` are missing, or Ray is.
-        ValueError: ``n`` is less than 1, or not the number of the existing ranks, or there is no such place.
-        TypeError: There are options for ranks that exist, or are on this machine.
+        ValueError: ``n`` is less than 1, or not the number of the existing ranks; or ``on`` is no valid place.
+        TypeError: Options are given for ranks that exist already, or on this machine.
         PeerLostError: One of the existing ranks is lost.
-        CollectiveTimeout: The Ray cluster has not enough resources.
+        CollectiveTimeout: The Ray cluster does not have enough resources.
         RuntimeError: A rank did not start; the text contains its output. Or the existing ranks are busy or closed.
 
     Example:
@@ -107,14 +107,14 @@ def notebook_launcher(
 ) -> None:
     """Call ``function(*args)`` on ranks, with accelerate's arguments. Running ranks of the notebook are reused.
 
-    Nothing is forked, so the notebook may have done anything before. The ranks keep running, with all values that the
+    Nothing is forked, so the notebook may have used CUDA before. The ranks keep running, with all values that the
     function has left in them.
 
     Args:
         function: The function that every rank calls. It travels by cloudpickle, with the globals that it uses.
         args: Its arguments.
-        num_processes: The number of ranks; None: that of the running ranks, else as for ``start``. If another number
-            runs, they are stopped.
+        num_processes: The number of ranks; None: that of the running ranks, else as for ``start``. Running ranks of
+            another number are stopped.
         mixed_precision: The value of ``ACCELERATE_MIXED_PRECISION``.
         use_port: Not used: the ranks meet without a port.
         master_addr: Not used.
