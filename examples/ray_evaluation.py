@@ -1,4 +1,4 @@
-"""Evaluate a small language model on a Ray cluster, lose a rank half way, and finish without repeating a text.
+"""Evaluate a small language model on a Ray cluster, lose a rank halfway, and finish without repeating a text.
 
 python examples/ray_evaluation.py                      # a cluster that begins and ends with this program
 RAY_ADDRESS=auto python examples/ray_evaluation.py 2   # two nodes of the cluster to which this machine belongs
@@ -69,7 +69,7 @@ def evaluate(folder: str, killed: int | None = None) -> dict[str, Any] | None:
 
     Args:
         folder: The folder that all nodes see, with the rows that were saved.
-        killed: The rank that dies half way.
+        killed: The rank that dies halfway.
     """
     state, model, dataset = ProcessState(cpu=True), made(), texts()
     collector = MetricCollector(len(dataset))
