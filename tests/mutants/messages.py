@@ -57,7 +57,7 @@ MUTANTS = [
         "Pair.accept",
         ", is_promised=not is_asked",
         "",
-        "tests/parallel/test_handles.py::test_handles_are_waited_for_twice_or_dropped",
+        "tests/parallel/test_handles.py::test_what_a_rank_has_sent_before_it_left_is_waited_for_while_it_is_stopped",
     ),
     Mutant(
         "messages/transfers.py",

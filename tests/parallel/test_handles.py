@@ -3,10 +3,12 @@
 import contextlib
 import gc
 import os
+import signal
 import sys
 import weakref
 
 import launching
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -202,3 +204,23 @@ def test_a_handle_that_is_polled_ends_with_its_receiver(tmp_path):
     told = launching.finished(*processes)
     assert [process.returncode for process in processes] == [0, 3], told
     assert "rank 1 is lost" in told[0][0]
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_what_a_rank_has_sent_before_it_left_is_waited_for_while_it_is_stopped(rank):
+    pid, data = easydist.gather(os.getpid()).tolist()[0], torch.arange(1 << 24)
+    with over_memory(rank) as group:
+        if rank == 0:
+            group.isend_tensor_dict({"x": data}, 1)
+            group.destroy()
+            os.kill(pid, signal.SIGSTOP)
+            return
+        while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+            pass
+        found, handles, after = group.irecv_tensor_dict(0)
+        assert not any(handle.is_completed() for handle in handles)
+        os.kill(pid, signal.SIGCONT)
+        for step in [handle.wait for handle in handles] + after:
+            step()
+        assert torch.equal(found["x"], data)
