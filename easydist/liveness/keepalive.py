@@ -56,6 +56,9 @@ _ended: set[str] = set()
 
 _next_look = 0.0
 
+_made: dict[int, Ends] = {}
+"""The connections of groups, by their descriptors."""
+
 
 def watch(connection: int) -> None:
     """Let TCP ask the other host of a connection whether it is there, while nothing moves."""
@@ -79,15 +82,33 @@ def watch_hosts(addresses: Container[str]) -> None:
 
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-    """Watch the connections to other hosts that this process makes in the context."""
-    if math.isinf(AFTER):
-        yield
-        return
-    before = {ends for _, ends in _connections()}
+    """Watch the connections to other hosts that this process makes in the context; no child of it gets any.
+
+    A child that outlives its parent would keep them open, so the other ranks would not hear of the end of the parent.
+    """
+    before = {ends for _, ends in _all_connections()}
     yield
-    for connection, ends in _connections():
+    for connection, ends in _all_connections():
         if ends not in before:
-            watch(connection)
+            _made[connection] = ends
+            with contextlib.suppress(OSError):  # another thread has closed it
+                os.set_inheritable(connection, False)
+            if _is_far(ends):
+                watch(connection)
+
+
+def _after_fork() -> None:
+    """Close the connections of the parent's groups; the descriptors stay taken, because gloo closes them once more."""
+    inherited = [connection for connection, ends in _all_connections() if _made.get(connection) == ends]
+    _made.clear()
+    if inherited:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for connection in inherited:
+            os.dup2(nothing, connection, inheritable=False)
+        os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def end_unreachable() -> None:
@@ -153,9 +174,11 @@ def _shut_down(connection: int) -> None:
 
 def _connections() -> Iterator[tuple[int, Ends]]:
     """Yield the descriptors of this process's TCP connections to other hosts."""
-    for connection, ends in _all_connections():
-        if ends[0] != ends[2] and not ipaddress.ip_address(ends[2]).is_loopback:
-            yield connection, ends
+    return ((connection, ends) for connection, ends in _all_connections() if _is_far(ends))
+
+
+def _is_far(ends: Ends) -> bool:
+    return ends[0] != ends[2] and not ipaddress.ip_address(ends[2]).is_loopback
 
 
 def _all_connections() -> Iterator[tuple[int, Ends]]:

@@ -124,3 +124,39 @@ def test_the_children_of_accelerates_launchers_are_ranks(tmp_path, launcher, whe
 @WHEN
 def test_forked_children_with_ranks_of_their_own_form_a_world(tmp_path, when):
     assert run(tmp_path, FORKS_RANKS, str(free_port()), when) == ["[0, 1]", "[0, 1]"]
+
+
+OUTLIVED = """
+import os, signal, sys, easydist
+from multiprocessing import get_context
+
+def rank(index, port, ends):
+    os.environ.update(RANK=str(index), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ["EASYDIST_HOST_ID"] = str(index)
+    easydist.wait_for_everyone()
+    if index == 1:
+        if "spawn" in sys.argv:
+            actions = [(os.POSIX_SPAWN_DUP2, ends[0], 0), (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
+            os.posix_spawn("/bin/cat", ["cat"], os.environ, file_actions=actions)
+        elif os.fork() == 0:
+            os.close(ends[1])
+            os.read(ends[0], 1)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        easydist.wait_for_everyone(timeout=60)
+    except easydist.EasydistError as error:
+        os.write(1, f"{type(error).__name__}: {error}\\n".encode())
+
+ends = os.pipe()
+children = [get_context("fork").Process(target=rank, args=(i, sys.argv[1], ends)) for i in range(2)]
+for child in children: child.start()
+for child in children: child.join()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_a_child_that_outlives_a_rank_does_not_hide_its_end_from_other_hosts(tmp_path, way):
+    lines = run(tmp_path, OUTLIVED, str(free_port()), way)
+    assert any("PeerLostError: wait_for_everyone: rank 1 is lost" in line for line in lines), lines

@@ -215,6 +215,13 @@ MUTANTS = [
         "tests/test_leaks.py",
     ),
     Mutant(
+        "liveness/keepalive.py",
+        "_after_fork",
+        "_made.get(connection) == ends",
+        "False",
+        "tests/groups/test_forks.py::test_a_child_that_outlives_a_rank_does_not_hide_its_end_from_other_hosts",
+    ),
+    Mutant(
         "liveness/monitor.py",
         "Monitor._cause",
         'is_late = "imed out" in str(error) and not is_unreachable',
