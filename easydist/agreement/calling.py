@@ -195,11 +195,21 @@ def seconds(timeout: Timeout, operation: str) -> float:
         TypeError: It is neither a number of seconds nor a timedelta.
         ValueError: It is not positive.
     """
-    value: object = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"{operation}: timeout= takes seconds or a datetime.timedelta, got {timeout!r}")
+    value = in_seconds(timeout, operation)
     if not value > 0:
         raise ValueError(f"{operation}: timeout={timeout!r} is not positive")
+    return value
+
+
+def in_seconds(timeout: Timeout, operation: str) -> float:
+    """Return a timeout of any sign in seconds.
+
+    Raises:
+        TypeError: It is neither a number of seconds nor a timedelta. NumPy's durations have units of their own.
+    """
+    value: object = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(value, bool | np.timedelta64) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{operation}: timeout= takes seconds or a datetime.timedelta, got {timeout!r}")
     return float(value)
 
 

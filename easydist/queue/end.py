@@ -10,10 +10,10 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 from easydist import settings
+from easydist.agreement.calling import in_seconds
 from easydist.errors import PeerLostError
 from easydist.liveness import keepalive, texts
 from easydist.liveness.page import own_page
@@ -73,11 +73,12 @@ def deadline(timeout: Timeout | None) -> float | None:
     """Return the time on the monotonic clock at which a timeout that starts now is over; None if it never is.
 
     Raises:
-        ValueError: The timeout is not a number.
+        TypeError: The timeout is neither a number of seconds nor a timedelta.
+        ValueError: It is NaN.
     """
     if timeout is None:
         return None
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    seconds = in_seconds(timeout, "MessageQueue")
     if math.isnan(seconds):
         raise ValueError("timeout is not a number")
     return time.monotonic() + seconds if seconds < _FOREVER else None

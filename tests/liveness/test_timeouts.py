@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import launching
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,6 +125,15 @@ def test_a_timeout_that_leaves_no_time_is_refused_before_anything_is_sent(rank, 
             with pytest.raises(ValueError, match=rf"^{name}: timeout={re.escape(repr(limit))} is not positive$"):
                 call(timeout=limit)
     assert easydist.gather(rank).tolist() == list(range(world_size))
+
+
+@pytest.mark.parametrize(
+    "limit", [np.timedelta64(60_000_000_000), np.timedelta64(1, "s"), np.complex64(1), True], ids=repr
+)
+def test_a_timeout_in_units_of_its_own_is_refused(limit):
+    for name, call in VERBS.items():
+        with pytest.raises(TypeError, match=f"^{name}: timeout= takes seconds or a datetime.timedelta, got "):
+            call(timeout=limit)
 
 
 @pytest.mark.slow
