@@ -21,14 +21,14 @@ from easydist import memory
 from easydist.base import forks, torch_groups
 from easydist.base.gloo_threads import run_after_ranks
 from easydist.data.packing import Packed, Packing
-from easydist.errors import EasydistError
+from easydist.errors import EasydistError, LeftOutError
 from easydist.groups.connecting import gloo_beside
 from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.founding import Founding, appear, found
 from easydist.groups.reconnecting import reconnect
 from easydist.groups.recovering import Attempt, Recovered, Recovery
 from easydist.groups.sharing import Hosts, all_gather, attach, introduce, is_wanted
-from easydist.liveness.monitor import Monitor
+from easydist.liveness.monitor import Monitor, again
 from easydist.liveness.peer import host_id
 from easydist.liveness.status import nothing
 from easydist.liveness.timed_store import TimedStore
@@ -420,7 +420,11 @@ class Communicators:
                 known.recovers()
             has_met = known is not None or FirstMeeting(self._store, self.monitor).look(self._is_recorded, timeout)
             self._recovery = Recovery(known or self.monitor, self._store, has_met)
-        return self._recovery.run(timeout, connect)
+        try:
+            return self._recovery.run(timeout, connect)
+        except LeftOutError as error:
+            self.monitor.broken = again(error)  # each further call raises it
+            raise
 
     def reconnect(self) -> None:
         """Make new connections after a timeout or an interruption, once all ranks have come.

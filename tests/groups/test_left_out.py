@@ -68,6 +68,8 @@ def test_who_does_not_come_in_time_is_left_out_and_told(case):
     who = ", ".join(map(str, left))
     assert f"recover: rank {out} was left out of " in rows[out]["text"]
     assert f": ranks {who} have continued without it" in rows[out]["text"]
+    if not is_comm:
+        assert rows[out]["next"] == [rows[out]["type"], rows[out]["text"]], "as each further call"
     assert statuses == [0, 0, 0]
 
 

@@ -390,7 +390,14 @@ class Communicator(Ranks):
 
 
 def work(ranks: Ranks, rank: int) -> None:
-    row: dict[str, object] = {"case": ranks.case, "rank": rank, "type": None, "text": "", "members": None}
+    row: dict[str, object] = {
+        "case": ranks.case,
+        "rank": rank,
+        "type": None,
+        "text": "",
+        "members": None,
+        "gone_on": None,
+    }
     ranks.met = ranks.heard = ""
     ranks.begin(rank)
     ranks.all_have_begun.wait()  # else a slow rank could hear of what comes next in its first call
@@ -408,6 +415,11 @@ def work(ranks: Ranks, rank: int) -> None:
         row["gone_on"] = getattr(error, "members", None)
     if ranks.scenario in (*STOPS, "late"):
         ranks.tell(ranks.done)
+    if row["gone_on"] is not None and "comm" not in ranks.case:
+        try:
+            easydist.gather(rank)
+        except EasydistError as error:
+            row["next"] = [type(error).__name__, str(error)]
     if row["type"] is None and ranks.scenario == "again":
         try:
             easydist.recover(dist.group.WORLD)
