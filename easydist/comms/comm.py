@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import version
@@ -22,7 +23,7 @@ from easydist.comms.options import CommOptions, Milliseconds, checked_hints, lim
 from easydist.comms.window import RegisteredWindow, TorchCommWindow
 from easydist.errors import EasydistError
 from easydist.groups.communicators import Communicators
-from easydist.groups.recovering import TIMEOUT, Recovery
+from easydist.groups.recovering import TIMEOUT, Recovery, turn
 from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
 from easydist.transport.checked import checked_timeout
@@ -80,6 +81,7 @@ class TorchComm(Collectives):
         super().__init__(backend, name, self._operations.run)
         self.store, self._kind, self._made = store, kind, made
         self._recovery: Recovery | None = None
+        self._recovers = threading.Lock()
         self._splits: Splits | None = None
         self.store_of_verbs: Store | None = None
         if made is not None and made.store is not None:
@@ -268,6 +270,7 @@ class TorchComm(Collectives):
             CommLeftOut: This rank came too late, and the others have continued without it.
             CommTimeout: The survivors could not be connected in time. The call can be repeated.
             CommPeerLost: The survivors cannot agree, because the store is lost and they are on several hosts.
+            OverlappingCallError: Another thread of this process is recovering it.
             RuntimeError: It was recovered or finalized before, or made by ``wrap`` or without a store.
 
         Example:
@@ -290,6 +293,11 @@ class TorchComm(Collectives):
                 "easydist.recover(group=...) and wrap what it returns"
             )
         self._operations.demand_own_process()
+        with turn(self._recovers):
+            return self._recovered(limit)
+
+    def _recovered(self, limit: float) -> TorchComm:
+        assert self.store is not None
         self._end_exchanges()
         endpoint = Endpoint(self.store, 0, 1, self.get_device(), self._name, self.get_options(), self.time_limit)
         if self.monitor is None:

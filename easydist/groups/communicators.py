@@ -26,7 +26,7 @@ from easydist.groups.connecting import gloo_beside
 from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.founding import Founding, appear, found
 from easydist.groups.reconnecting import reconnect
-from easydist.groups.recovering import Attempt, Recovered, Recovery
+from easydist.groups.recovering import Attempt, Recovered, Recovery, turn
 from easydist.groups.sharing import Hosts, all_gather, attach, introduce, is_wanted
 from easydist.liveness.monitor import Monitor, again
 from easydist.liveness.peer import host_id
@@ -161,6 +161,7 @@ class Communicators:
         self.left: tuple[int, EasydistError] | None = None
         self.turns = threading.RLock()  # a call in a signal handler is an error, not a deadlock
         self._recovery: Recovery | None = None
+        self._recovers = threading.Lock()
         self._inboxes: dict[int, deque[Any]] = {}
         if control is not None:
             self._use(control)
@@ -412,6 +413,10 @@ class Communicators:
             EasydistError: The errors of ``Recovery.run``.
             RuntimeError: The group has been recovered already.
         """
+        with turn(self._recovers):
+            return self._recovered(timeout, connect)
+
+    def _recovered(self, timeout: float, connect: Callable[[Attempt], T]) -> Recovered[T]:
         self.monitor.recovers()
         self.stop()
         known: Monitor | None = getattr(self._group, "monitor", None)  # a group in shared memory has met

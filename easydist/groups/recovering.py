@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
-from easydist.errors import CollectiveTimeout, EasydistError, LeftOutError, PeerLostError, RemoteError
+from easydist.errors import (
+    CollectiveTimeout,
+    EasydistError,
+    LeftOutError,
+    OverlappingCallError,
+    PeerLostError,
+    RemoteError,
+)
 from easydist.groups.membership import (
     CONNECTING,
     Action,
@@ -55,8 +63,28 @@ PAUSE = 0.05
 
 ALREADY_RECOVERED = "recover: this group has already been recovered. Continue with the group that recover() returned"
 
+_TWO_AT_ONCE = (
+    "recover: another thread of this process is recovering this group, or this call interrupts it\n"
+    "One thread recovers a group for all of them: let the others wait for the group that recover() returns there."
+)
+
 _kept: list[Monitor] = []
 """The monitors of recovered groups, kept so that late ranks still find the groups' entries on this process's page."""
+
+
+@contextlib.contextmanager
+def turn(lock: threading.Lock) -> Iterator[None]:
+    """Hold the lock under which this process recovers a group.
+
+    Raises:
+        OverlappingCallError: It is held already.
+    """
+    if not lock.acquire(blocking=False):
+        raise OverlappingCallError(_TWO_AT_ONCE)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @dataclass(frozen=True)

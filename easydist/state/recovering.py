@@ -57,6 +57,7 @@ def recover(group: Any = None, *, timeout: Timeout | None = None) -> Any:
         CollectiveTimeout: The survivors could not be connected in time; it may be called again.
         PeerLostError: The survivors cannot agree: the store that they need has ended with its rank, and they are on
             several hosts or had made no call yet. The text contains advice.
+        OverlappingCallError: Another thread of this process is recovering the group. Let it wait for that thread.
         RuntimeError: There is no group yet, or it was recovered already.
         TypeError: ``group`` is not a group.
 

@@ -2,17 +2,21 @@
 
 import functools
 import json
+import queue
+import threading
 import time
 from pathlib import Path
 from unittest import mock
 
 import launching
 import pytest
+import torch
 import torch.distributed as dist
 
 import easydist
 from easydist import ProcessState
-from easydist.errors import PeerLostError
+from easydist.comms import new_comm
+from easydist.errors import OverlappingCallError, PeerLostError
 from easydist.groups.communicators import Communicators
 from easydist.groups.registers import RecoveryState
 from easydist.testing import distributed
@@ -96,6 +100,35 @@ def test_an_attempt_that_fails_leaves_no_group():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_comm", [False, True])
+@distributed(world_size=2)
+def test_of_two_threads_that_recover_a_group_at_once_one_raises(rank, is_comm):
+    old = new_comm("shm", torch.device("cpu"), "recovered at once") if is_comm else dist.new_group([0, 1])
+    found = queue.SimpleQueue()
+
+    def recover():
+        try:
+            found.put(easydist.recover(old))
+        except OverlappingCallError as error:
+            found.put(error)
+
+    threads = [threading.Thread(target=recover) for _ in range(2 - rank)]
+    if rank == 0:
+        for thread in threads:
+            thread.start()
+        error = found.get(timeout=launching.within(10))
+        assert str(error).startswith("recover: another thread of this process is recovering this group"), error
+    easydist.wait_for_everyone()
+    if rank == 1:
+        threads[0].start()
+    for thread in threads:
+        thread.join()
+    new = found.get_nowait()
+    assert easydist.gather(rank, group=new).tolist() == [0, 1]
+    for group in (old, new):
+        group.finalize() if is_comm else dist.destroy_process_group(group)
+
+
 @distributed(world_size=3)
 def test_a_rank_of_this_host_is_waited_for_though_an_error_calls_it_lost(rank):
     """A connection may break, with no reason to be found in time, while the process at its other end lives."""

@@ -103,4 +103,11 @@ MUTANTS = [
         "_open.notes, self._around = None, None",
         "tests/test_tracing.py::test_a_call_made_while_another_one_pickles_does_not_take_its_record",
     ),
+    Mutant(
+        "agreement/calling.py",
+        "in_seconds",
+        "timeout.total_seconds()",
+        "timeout.seconds",
+        "tests/queue/test_queue.py::test_a_timeout_may_be_days_or_parts_of_a_second",
+    ),
 ]

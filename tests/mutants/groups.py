@@ -19,7 +19,7 @@ MUTANTS = [
     ),
     Mutant(
         "groups/communicators.py",
-        "Communicators.recover",
+        "Communicators._recovered",
         "look(self._is_recorded, timeout)",
         "look(self.has_met and self._is_recorded, timeout)",
         "tests/groups/test_left_out.py -k reconnect_stops",

@@ -12,13 +12,6 @@ MUTANTS = [
     ),
     Mutant(
         "queue/end.py",
-        "deadline",
-        "timeout.total_seconds()",
-        "timeout.seconds",
-        "tests/queue/test_queue.py::test_a_timeout_may_be_days_or_parts_of_a_second",
-    ),
-    Mutant(
-        "queue/end.py",
         "End.leave_to_parent",
         "self._abandon()",
         "self._release()",
