@@ -6,6 +6,7 @@ thread, while the caller asks its monitor whether the others can still be connec
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -191,8 +192,22 @@ def registered_group(
         monitor: As for ``connect``.
         check: As for ``connect``.
     """
-    make = functools.partial(torch_groups.made, ranks, rank, backend, store, name, limit)
+
+    def make() -> dist.ProcessGroup:
+        return torch_groups.made(ranks, rank, backend, _own(store), name, limit)
+
     return connect(make, limit.total_seconds(), monitor, check)
+
+
+def _own(store: Any) -> Store:
+    """Return the store over a connection of its own, if it has one.
+
+    torch holds the connection while it waits in the store for the other ranks, which may wait there for another thread
+    of this process.
+    """
+    with contextlib.suppress(AttributeError, RuntimeError):  # a store that is written in Python, or has ended
+        return store.clone()  # type: ignore[no-any-return]
+    return store  # type: ignore[no-any-return]
 
 
 def _destroyed(group: object) -> None:

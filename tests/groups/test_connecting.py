@@ -1,15 +1,20 @@
 """Errors about connections, which say that a rank is missing, and errors of a machine that cannot connect at all."""
 
+import threading
 from datetime import timedelta
 
+import launching
 import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
+import easydist
 from easydist.errors import CollectiveTimeout
 from easydist.groups import connecting
-from easydist.groups.connecting import is_of_connections
+from easydist.groups.connecting import is_of_connections, registered_group
 from easydist.liveness.limited import NoAnswerError
 from easydist.liveness.monitor import Monitor
+from easydist.testing import distributed
 
 
 def error_of(store):
@@ -52,3 +57,29 @@ def test_after_a_time_limit_nobody_waits_for_the_reason(monkeypatch):
     monkeypatch.setattr(connecting.time, "sleep", lambda _: pytest.fail("it waits"))
     with pytest.raises(CollectiveTimeout):
         connecting.connect(make, 1.0, monitor)
+
+
+@distributed(world_size=2)
+def test_two_threads_connect_groups_in_one_store_at_once(rank):
+    """Not in the order of the other rank; torch waits in the store: one wait at a time for a connection."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = easydist.broadcast_object_list([server and server.port])[0]
+    store = server or TCPStore("127.0.0.1", port, is_master=False)
+    limit, made = timedelta(seconds=launching.within(10)), []
+
+    def connect(name):
+        made.append(registered_group([0, 1], rank, "gloo", PrefixStore(name, store), name, limit))
+
+    if rank == 0:
+        threads = [threading.Thread(target=connect, args=(name,)) for name in ("one", "other")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    else:
+        connect("other")
+        connect("one")
+    assert len(made) == 2
+    for group in sorted(made, key=lambda group: group.group_name):
+        dist.destroy_process_group(group)
+    easydist.wait_for_everyone()
