@@ -120,7 +120,7 @@ class Output:
             text: The text.
         """
         now, key = time.monotonic(), (rank, name)
-        block, end, rest = (self._partial.pop(key, "") + text).rpartition("\n")
+        block, end, rest = (self._partial.pop(key, "") + text).replace("\r\n", "\n").rpartition("\n")
         if end:
             self._take(rank, name, block, now)
         if len(rest) > _LONGEST and not _rewrites(rest):

@@ -156,6 +156,17 @@ def test_a_progress_bar_of_the_first_rank_shows(page):
     assert page.text == "\rrank 0: 0%\rrank 0: 50%\rrank 0: 100%\nranks 0–1: done\n"
 
 
+def test_lines_of_a_terminal_end_with_two_characters_and_are_no_progress_bars(page):
+    output = Output([0, 1], page)
+    for rank in (0, 1):
+        output.stream(rank, "stdout", f"I am {rank}\r\nboth\r")
+        output.stream(rank, "stdout", "\n\r0%\r100%\r\n")
+    output.close()
+    assert "rank 0: I am 0\nrank 1: I am 1\n" in page.text
+    assert "ranks 0–1: both\n" in page.text
+    assert "\rrank 0: 100%\n" in page.text
+
+
 def test_values_are_folded_and_rich_ones_shown(page):
     output = Output([0, 1, 2], page)
     rich = {"text/plain": "table", "text/html": "<table>"}
