@@ -48,6 +48,11 @@ class _Shell(ZMQInteractiveShell):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options | {"compiler_class": _Compiler})  # ipykernel 6 asks no kernel for it
 
+    def transform_cell(self, raw_cell: str) -> str:
+        cell: str = super().transform_cell(raw_cell)
+        self.history_manager.input_hist_parsed[-1] = cell  # a value is not shown if a semicolon ends the last input
+        return cell
+
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> Any:
         self.kernel.is_interruptible = True
         try:

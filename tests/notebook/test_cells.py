@@ -43,6 +43,8 @@ def test_values_show_once_where_they_are_equal(nb):
     assert nb.good("%%ranks\n6 * 7").lines == ["ranks 0–2: 42"]
     assert nb.good("%%ranks 0-1\nrank").lines == ["rank 0: 0", "rank 1: 1"]
     assert nb.good("%%ranks\nNone").lines == []
+    assert nb.good("%%ranks\nrank;").lines == []
+    assert nb.good("%%ranks\nrank  # ;").lines == [f"rank {r}: {r}" for r in range(3)]
 
 
 def test_figures_and_progress_bars_of_one_rank_show(nb):
