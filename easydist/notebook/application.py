@@ -181,13 +181,14 @@ def start(connection_file: str, folder: str) -> Any:
     app.config.HistoryManager.enabled = False
     app.config.HistoryAccessor.enabled = False
     app.initialize([])
+    sys.breakpointhook = app.kernel.raw_input  # debugpy's, which ipykernel has loaded, does nothing
     return app
 
 
 @contextlib.contextmanager
 def started(connection_file: str, folder: str) -> Iterator[Any]:
     """Start the kernel as ``start`` does, and end it after the block: the process goes on with its own streams."""
-    streams, main = (sys.stdout, sys.stderr), sys.modules["__main__"]
+    streams, main, hook = (sys.stdout, sys.stderr), sys.modules["__main__"], sys.breakpointhook
     asyncio.set_event_loop(loop := asyncio.new_event_loop())
     app = start(connection_file, folder)
     try:
@@ -199,7 +200,7 @@ def started(connection_file: str, folder: str) -> Iterator[Any]:
         atexit.unregister(app.close)
         app.close()
         sys.stdout, sys.stderr = streams
-        sys.modules["__main__"] = main
+        sys.modules["__main__"], sys.breakpointhook = main, hook
         for kind in (_Shell, _Kernel, _Application):
             kind.clear_instance()
         asyncio.set_event_loop(None)

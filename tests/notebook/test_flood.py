@@ -89,7 +89,7 @@ def test_the_stop_button_ends_a_cell_that_prints_without_end(nb, what):
 
 
 def test_a_rank_that_asks_is_told_what_to_do(nb):
-    for code in ("input('name? ')", "import getpass; getpass.getpass()"):
+    for code in ("input('name? ')", "import getpass; getpass.getpass()", "breakpoint()"):
         text = nb.bad(f"%%ranks\n{code}")
         assert "ranks cannot ask; ask in a cell of the notebook itself" in text
         assert "%push answer" in text
