@@ -130,6 +130,9 @@ class Cell:
             self._stop_at = min(max(self._stop_at, time.monotonic() + 10 * _TICK / 1000), self._stop_latest)
         for message in process.messages(drops=self._stop_at < float("inf")):
             kind, content = message["msg_type"], message["content"]
+            for page in content.get("payload", ()):  # of a reply: the help for a name, as in "len?"
+                if page["source"] == "page":
+                    self._output.display(rank, "display_data", {"data": page["data"]})
             if kind == "stream":
                 self._output.stream(rank, content["name"], content["text"])
             elif kind in ("display_data", "update_display_data", "clear_output"):

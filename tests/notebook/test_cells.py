@@ -56,6 +56,11 @@ def test_figures_and_progress_bars_of_one_rank_show(nb):
     assert "rank 1" not in shown.err
 
 
+def test_the_help_for_a_name_shows(nb):
+    (page,) = nb.good("%%ranks\nlen?").displays
+    assert "Return the number of items in a container." in page["text/plain"]
+
+
 @pytest.mark.parametrize("call", ["easydist.gather(torch.ones(1))", "dist.all_reduce(torch.ones(1))"])
 def test_an_exception_shows_once_and_releases_those_that_wait(nb, call):
     nb.good("%%ranks\nkept = rank")
