@@ -46,7 +46,8 @@ def launch(arguments: Sequence[str]) -> int:
         With ``--survivors``: 0 if any rank of this machine has succeeded.
 
     Raises:
-        click.UsageError: There is no such option or script, or a variable of easydist or the job's key is malformed.
+        click.UsageError: There is no such option or script, an option's value is malformed, or a variable of easydist
+            or the job's key is.
 
     Source: ``torch.distributed.run``
     """
@@ -56,6 +57,7 @@ def launch(arguments: Sequence[str]) -> int:
     _check_settings()
     if args.on is not None:
         return on_ray.launch(args) if args.on == "ray" else on_slurm.launch(args, _command(args))
+    _check_values(args)
     with home() as folder:
         args.log_dir = args.log_dir or os.path.join(folder, "logs")
         if args.survivors:
@@ -152,6 +154,22 @@ def _check_settings() -> None:
     """Check the variables of all ranks before any of them starts."""
     if malformed := settings.fault():
         raise click.UsageError(settings.text_of(malformed))
+
+
+def _check_values(args: argparse.Namespace) -> None:
+    """Check the values of torchrun's options before any rank starts."""
+    logging.disable()  # torchrun warns once more when it runs
+    try:
+        config, _, _ = torchrun.config_from_args(args)
+    except (ValueError, AssertionError, RuntimeError, OSError) as error:
+        raise click.UsageError(str(error)) from None
+    finally:
+        logging.disable(logging.NOTSET)
+    least = {"-n": config.nproc_per_node >= 1, "--monitor-interval": config.monitor_interval > 0}
+    if too_small := [option for option, is_enough in least.items() if not is_enough]:
+        raise click.UsageError(f"{', '.join(too_small)}: give a number above 0")
+    if not 0 <= (args.master_port or 0) < 1 << 16:
+        raise click.UsageError(f"--master-port: {args.master_port} is no port")
 
 
 def _fail(message: str) -> NoReturn:

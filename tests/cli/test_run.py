@@ -307,6 +307,26 @@ def test_wrong_options_give_a_suggestion(option):
     assert "--nnodes" in said.output
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("-n 0", "-n: give a number above 0"),
+        ("-n -1", "-n: give a number above 0"),
+        ("-n two", "Unsupported nproc_per_node value: two"),
+        ("--nnodes two", "'two'"),
+        ("--nnodes 2:1", "min_nodes"),
+        ("--monitor-interval 0", "--monitor-interval: give a number above 0"),
+        ("--max-restarts -1", "max_restarts must be >= 0"),
+        ("--tee 9", "9 does not match"),
+        ("--log-dir /proc/none", "/proc/none"),
+        ("--master-port 99999", "--master-port: 99999 is no port"),
+    ],
+)
+def test_wrong_values_of_options_are_refused_before_any_rank_starts(options, text):
+    said = CliRunner().invoke(main, ["run", *options.split(), __file__])
+    assert (said.exit_code, text in said.output) == (2, True), said.output
+
+
 def test_a_script_that_is_not_there_is_said_at_once():
     said = CliRunner().invoke(main, ["run", "package.train"])
     assert said.exit_code == 2
