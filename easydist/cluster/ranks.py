@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from easydist import settings
 from easydist.cluster import failures
@@ -102,6 +102,14 @@ class Ranks:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be sent: a rank that called ``run`` would wait for itself.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError("Ranks belong to the program that made them; pass what the function needs to know of them")
 
     # Actors and worlds.
 

@@ -241,6 +241,8 @@ def test_ranks_get_the_drivers_job_key_and_ray_does_not_log_it(shared, cluster, 
 def test_what_cannot_be_run_or_returned_is_an_error(ranks):
     with pytest.raises(TypeError, match=r"^run: kept or its arguments cannot be sent to the ranks: "):
         ranks.run(kept, threading.Lock())
+    with pytest.raises(TypeError, match="sent to the ranks: Ranks belong to the program that made them"):
+        ranks.run(lambda: ranks.run(kept))
     with pytest.raises(RemoteError, match=r"^run: ranks 0–2 of 3 raised TypeError: cannot pickle"):
         ranks.run(threading.Lock)
     with pytest.raises(ValueError, match=r"^restart: there is no rank 3: there are 3 ranks$"):
