@@ -76,6 +76,28 @@ def integer(name: str, value: Any, what: str) -> int:
         raise TypeError(f"{name}={value!r} is not {what}: pass an integer") from None
 
 
+def integers(name: str, values: Any, what: str) -> list[int]:
+    """Return an argument as a list of integers, as ``integer`` does for one.
+
+    Args:
+        name: The argument.
+        values: Its value.
+        what: What it has to be, with its article.
+
+    Raises:
+        TypeError: It is not a list of integers.
+
+    Example:
+        >>> integers("ranks", 1, "a list of ranks")
+        Traceback (most recent call last):
+        TypeError: ranks=1 is not a list of ranks: pass a list of integers
+    """
+    try:
+        return [index(value) for value in values]
+    except TypeError:
+        raise TypeError(f"{name}={values!r} is not {what}: pass a list of integers") from None
+
+
 def dimension(dim: Any) -> int:
     """Return a dimension as an integer.
 

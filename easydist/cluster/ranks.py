@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from easydist import settings
+from easydist.base.arguments import integer, integers
 from easydist.cluster import failures
 from easydist.cluster.actors import Actors, Loan
 from easydist.cluster.signals import interrupt
@@ -49,7 +50,7 @@ class Ranks:
     Raises:
         ValueError: ``size``, ``resources``, ``strategy`` or ``nodes`` cannot be met by any cluster; or a path of
             ``runtime_env`` does not exist, or its fields exclude each other.
-        TypeError: A value of ``runtime_env`` has a type that Ray does not take.
+        TypeError: A value of ``runtime_env`` has a type that Ray does not take, or ``size`` is not an integer.
         CollectiveTimeout: The resources were not free in time; the text lists the free ones. Nothing is left behind.
         RuntimeError: A node has another version of Python or torch.
         PeerLostError: A rank ended while it started.
@@ -76,13 +77,14 @@ class Ranks:
         ship: bool | None = None,
         timeout: Timeout = 300.0,
     ) -> None:
-        self.size, self._epoch, self._needs_meeting = size, 0, True
+        self.size = integer("size", size, "a number of ranks")
+        self._epoch, self._needs_meeting = 0, True
         self._variables = dict[int, dict[str, str]]()
         self._lost = dict[int, PeerLostError]()
         self._busy = dict[Any, int]()
         self._is_lent = False
         self._actors = Actors(
-            size,
+            self.size,
             resources=resources,
             strategy=strategy,
             nodes=nodes,
@@ -92,7 +94,7 @@ class Ranks:
             timeout=timeout,
         )
         try:
-            self._meet(self._start(range(size)))
+            self._meet(self._start(range(self.size)))
         except BaseException:
             self.close()
             raise
@@ -287,12 +289,13 @@ class Ranks:
             ranks: The ranks to replace; None: all.
 
         Raises:
+            TypeError: ``ranks`` is not a list of integers.
             ValueError: There is no such rank.
             RuntimeError: These ranks are closed, or a notebook has them, or others are lost or busy.
             CollectiveTimeout: There are no resources for them; they stay lost.
             PeerLostError: A rank ended while it started.
         """
-        again = sorted(range(self.size) if ranks is None else {*ranks})
+        again = sorted(range(self.size) if ranks is None else {*integers("ranks", ranks, "a list of ranks")})
         if unknown := [rank for rank in again if not 0 <= rank < self.size]:
             raise ValueError(f"restart: there is no {failures.named(unknown)}: there are {self.size} ranks")
         self._demand_own()

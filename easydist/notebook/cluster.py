@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from easydist.base.arguments import integers
 from easydist.base.wording import needs
 from easydist.notebook.failures import RankLostError, fitting, named
 from easydist.notebook.output import Notebook, Output, Sink
@@ -172,11 +173,13 @@ class Cluster:
         """Return the requested ranks, after making sure that all of them are alive and idle.
 
         Raises:
+            TypeError: These are not integers.
             ValueError: There is no such rank.
             RuntimeError: They cannot run anything.
         """
-        self._demand(ranks or ())
-        chosen = [rank for rank in self._ranks if ranks is None or rank.rank in ranks]
+        numbers = range(self.size) if ranks is None else integers("ranks", ranks, "a list of ranks")
+        self._demand(numbers)
+        chosen = [rank for rank in self._ranks if rank.rank in numbers]
         if lost := [rank.rank for rank in chosen if rank.has_ended]:
             text = (
                 f"{named(lost)} {fitting(lost, 'is', 'are')} lost: cluster.restart(ranks={lost}) replaces "
@@ -319,7 +322,7 @@ class Cluster:
             CollectiveTimeout: The Ray cluster has no resources for them; they stay lost.
         """
         with self._lock:
-            again = sorted(range(self.size) if ranks is None else set(ranks))
+            again = sorted(range(self.size) if ranks is None else set(integers("ranks", ranks, "a list of ranks")))
             self._demand(again)
             self._demand_the_others(again)
             for rank in self._ranks:

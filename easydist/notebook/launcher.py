@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
+from easydist.base.arguments import integer
 from easydist.notebook.cluster import Cluster, demand_extra
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def start(n: int | None = None, *, on: Literal["ray"] | Ranks | None = None, **o
     Raises:
         ImportError: Packages of the extra ``notebook`` are missing, or Ray is.
         ValueError: ``n`` is less than 1, or not the number of the existing ranks; or ``on`` is no valid place.
-        TypeError: Options are given for ranks that exist already, or on this machine.
+        TypeError: Options are given for ranks that exist already, or on this machine; or ``n`` is not an integer.
         PeerLostError: One of the existing ranks is lost.
         CollectiveTimeout: The Ray cluster does not have enough resources.
         RuntimeError: A rank did not start; the text contains its output. Or the existing ranks are busy or closed.
@@ -41,7 +42,7 @@ def start(n: int | None = None, *, on: Literal["ray"] | Ranks | None = None, **o
         ...     cluster.execute("easydist.gather(torch.ones(1) * rank)")
         rank 0: tensor([0.])
     """
-    if n is not None and n < 1:
+    if n is not None and (n := integer("n", n, "a number of ranks")) < 1:
         raise ValueError(f"a cluster needs at least one rank, got n={n}")
     size, place = _on_this_machine(n, options) if on is None else _on_ray(n, on, options)
     if (before := _running()) is not None:

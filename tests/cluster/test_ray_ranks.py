@@ -247,6 +247,8 @@ def test_what_cannot_be_run_or_returned_is_an_error(ranks):
         ranks.run(threading.Lock)
     with pytest.raises(ValueError, match=r"^restart: there is no rank 3: there are 3 ranks$"):
         ranks.restart([0, 3])
+    with pytest.raises(TypeError, match=r"^ranks=1 is not a list of ranks: pass a list of integers$"):
+        ranks.restart(1)
     assert ranks.run(gathered) == [[0, 1, 2]] * 3
 
 
@@ -349,11 +351,12 @@ def test_a_wrong_environment_is_refused_before_the_wait_for_resources(cluster, e
     ("options", "text"),
     [
         ({"size": 0}, "size=0 is less than 1"),
+        ({"size": 2.0}, "size=2.0 is not a number of ranks: pass an integer"),
         ({"size": 1, "strategy": "RANDOM"}, "strategy='RANDOM' is none of PACK, SPREAD,"),
         ({"size": 1, "resources": {}}, "name no amount of anything"),
         ({"size": 1, "resources": {"CPU": -1}}, "name no amount of anything"),
     ],
 )
 def test_impossible_ranks_are_refused_before_ray_starts(options, text):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((TypeError, ValueError), match=text):
         easydist.ray.Ranks(**options)

@@ -63,6 +63,15 @@ def test_all_ranks_are_started_again(nb):
     assert not before & set(nb.processes())
 
 
+def test_what_is_no_number_of_ranks_or_no_list_of_them_is_named_and_ends_none(nb):
+    before = nb.processes()
+    assert "n=2.0 is not a number of ranks: pass an integer" in nb.bad("start(2.0)")
+    assert "n='2' is not a number of ranks: pass an integer" in nb.bad("start('2')")
+    for call in ("cluster.restart(1)", "cluster.execute('', ranks=1)", "cluster.run(print, ranks=1)"):
+        assert "ranks=1 is not a list of ranks: pass a list of integers" in nb.bad(call)
+    assert nb.processes() == before
+
+
 def test_a_second_cluster_takes_the_place_of_the_first(nb):
     before = nb.processes()
     shown = nb.good("other = start(1)", 60)
