@@ -45,6 +45,17 @@ def test_output_that_the_terminal_cannot_show_is_replaced(tmp_path):
 
 
 @pytest.mark.slow
+def test_ranks_go_on_without_a_word_if_nobody_reads_their_output_any_more(tmp_path):
+    text = "import sys\nfor line in range(20_000): print(line)\nopen(sys.argv[1], 'w')"
+    code = (
+        "import subprocess, sys; subprocess.run(f'{sys.executable} -m easydist run -n 1 {sys.argv[1]} {sys.argv[2]} |"
+    )
+    done = tmp_path / "done"
+    out, err = launching.python("-c", f"{code} head -1', shell=True)", script(tmp_path, text), done)
+    assert (out, err, done.exists()) == ("[rank 0] 0\n", "", True)
+
+
+@pytest.mark.slow
 def test_modules_torchruns_options_and_two_ranks_by_default(tmp_path):
     script(tmp_path, HELLO, "hello_module.py")
     path = os.pathsep.join([str(launching.ROOT), str(tmp_path)])
