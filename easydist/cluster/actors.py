@@ -68,8 +68,10 @@ class Actors:
 
     @property
     def is_open(self) -> bool:
-        """True until they are closed."""
-        return self._placement is not None
+        """True until they are closed, or this program leaves the cluster, which ends them."""
+        import ray
+
+        return self._placement is not None and ray.is_initialized()
 
     def __getitem__(self, rank: int) -> Any:
         return self._by_rank[rank]

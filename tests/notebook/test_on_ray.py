@@ -261,10 +261,12 @@ def test_the_ranks_of_a_notebook_end_with_it(cluster, monkeypatch):
 
 
 def test_a_cluster_that_the_program_has_left_takes_the_ranks_with_it(cluster):
-    with started(1) as ranks:
+    with started(1) as ranks, easydist.ray.Ranks(1, **OWN) as others:
         pid = ranks.status()[0].pid
         ray.shutdown()
         try:
+            with pytest.raises(RuntimeError, match="these ranks are closed"):
+                others.run(os.getpid)
             until(lambda: ranks.status()[0].state == "Ray has no connection to it any more")
             with pytest.raises(RankLostError, match="rank 0 is lost"):
                 ranks.execute("1")
