@@ -197,6 +197,7 @@ def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout:
         timeout: How long to wait for all of them, and how long a call in the group may take.
 
     Raises:
+        ValueError: There are no actors, or one is there twice.
         PeerLostError: An actor has died; ``rank`` contains its rank.
         CollectiveTimeout: Actors do not answer because they are busy or have not started; ``missing`` contains their
             ranks.
@@ -211,6 +212,8 @@ def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout:
     """
     if not actors:
         raise ValueError("create_group: there are no actors")
+    if len({*actors}) < len(actors):
+        raise ValueError("create_group: an actor is there twice, but has only one rank")
     import ray
 
     limit, size, key = seconds(timeout, "create_group"), len(actors), f"easydist/created/{secrets.token_hex(8)}"

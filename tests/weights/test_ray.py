@@ -210,6 +210,11 @@ def collective(rank, name):
     return moves(rank, "strange", 1, name)
 
 
+def test_an_actor_that_is_there_twice_is_refused(actors):
+    with pytest.raises(ValueError, match=r"^create_group: an actor is there twice, but has only one rank$"):
+        easydist.ray.create_group([*actors[:2], actors[0]], "twice")
+
+
 def test_a_group_of_ray_util_collective_is_taken(actors):
     assert all(each(actors[2:], collective, "theirs"))  # those without a DDP world
 
