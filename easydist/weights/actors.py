@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from easydist.agreement.calling import seconds
+from easydist.base.arguments import integer
 from easydist.base.wording import counted
 from easydist.errors import CollectiveTimeout, PeerLostError
 from easydist.liveness.stored import decoded
@@ -67,6 +68,7 @@ def init_group(
     Raises:
         CollectiveTimeout: Members are missing; ``missing`` contains their ranks.
         PeerLostError: A member ended while the others were joining.
+        TypeError: ``rank`` or ``world_size`` is not an integer.
         ValueError: ``rank`` does not fit ``world_size``.
 
     Example:
@@ -77,6 +79,7 @@ def init_group(
 
     Source: ``ray.util.collective.init_collective_group``.
     """
+    world_size, rank = integer("world_size", world_size, "a number of actors"), integer("rank", rank, "a rank")
     if not 0 <= rank < world_size:
         raise ValueError(f"init_group: rank={rank} is not a rank of the group, which has {counted(world_size)}")
     limit = seconds(timeout, "init_group")

@@ -215,6 +215,13 @@ def test_an_actor_that_is_there_twice_is_refused(actors):
         easydist.ray.create_group([*actors[:2], actors[0]], "twice")
 
 
+def test_what_is_no_rank_or_no_number_of_actors_is_named():
+    with pytest.raises(TypeError, match=r"^rank='0' is not a rank: pass an integer$"):
+        easydist.ray.init_group(2, "0", "wrong")
+    with pytest.raises(TypeError, match=r"^world_size=2.0 is not a number of actors: pass an integer$"):
+        easydist.ray.init_group(2.0, 0, "wrong")
+
+
 def test_a_group_of_ray_util_collective_is_taken(actors):
     assert all(each(actors[2:], collective, "theirs"))  # those without a DDP world
 
