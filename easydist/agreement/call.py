@@ -66,7 +66,7 @@ class Call:
         if self.leaves is None:
             return []
         plain = [(path, shortened(text), None) for path, text in self.leaves.plain]
-        leaves = self.leaves.layout.types(self.dim if fixed else None, self.any_size)
+        leaves = self.leaves.layout.types(self.dim if fixed else None, fixed and self.any_size)
         if self.devices:
             leaves = [(p, f"{d} on {there}", s) for (p, d, s), there in zip(leaves, self.devices, strict=True)]
         return [*leaves, *plain]

@@ -213,8 +213,11 @@ class Layout:
     def types(self, dim: int | None = None, any_size: bool = False) -> list[LeafType]:
         """Return the leaves as (path, dtype, shape), with -1 for the size along ``dim``, or for all sizes."""
         rows = [(p, dtype_name(d), list(s)) for p, d, s in zip(self.paths, self.dtypes, self.shapes, strict=True)]
-        for _, _, shape in rows if dim is not None else ():
-            shape[:] = [-1 if any_size or i == dim % len(shape) else size for i, size in enumerate(shape)]
+        if any_size:
+            return [(path, dtype, [-1] * len(shape)) for path, dtype, shape in rows]
+        if dim is not None:
+            for _, _, shape in rows:
+                shape[dim] = -1
         return rows
 
     @functools.cached_property
