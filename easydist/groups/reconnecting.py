@@ -113,8 +113,8 @@ def _ask(store: TimedStore, ranks: Sequence[int], monitor: Monitor) -> Replies:
 
 
 def _announced(where: str, text: bytes) -> Announced:
-    at, meetings, partner, turns = decoded(where, text, (float, int, int | None, [(int, int)]))
-    return Announced(at, meetings, partner, tuple((rank, count) for rank, count in turns))
+    at, meetings, partner, turns = decoded(where, text, (float, int, int | None, [(int, int, int | None)]))
+    return Announced(at, meetings, partner, tuple((rank, since, before) for rank, since, before in turns))
 
 
 _ACTIONS: dict[Do, Callable[[Monitor, Step], None]] = {

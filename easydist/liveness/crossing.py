@@ -18,7 +18,8 @@ from easydist.liveness.page import Held, MessageWait, OwnPage
 from easydist.liveness.peer import Peer
 from easydist.liveness.stored import decoded, in_store
 
-SEND, RECEIVE = range(2)
+SEND, RECEIVE, EARLY = range(3)
+"""The kinds of messages; those to receive that have come before their call are counted as early, too."""
 
 MOST = 256
 """The most ranks of a circle that is looked for, so that a report can name their waits."""
@@ -65,6 +66,16 @@ class Crossing:
         """
         self.begun[kind, rank] += 1
         return MessageWait(rank, 1 - kind, self.begun[kind, rank])
+
+    def calls(self) -> dict[int, int]:
+        """Return how many messages the calls of this rank have begun since the ranks were connected, by rank.
+
+        Two ranks have the same number as soon as each has received all that the other one has sent.
+        """
+        calls = dict[int, int]()
+        for (kind, rank), count in self.begun.items():
+            calls[rank] = calls.get(rank, 0) + (-count if kind == EARLY else count)
+        return calls
 
     def show(self, wait: MessageWait) -> None:
         """Let the others see this wait until the call ends."""

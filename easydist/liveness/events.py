@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from easydist.liveness.report import Report
+from easydist.liveness.report import NO_TURN, Report, Turn
 
 
 class Why(enum.Enum):
@@ -90,13 +90,17 @@ class Announced(NamedTuple):
         at: The call that the rank is in.
         meetings: The number of its meetings so far, so that ranks connect in the same one.
         partner: The only other rank in its call; None if all ranks take part.
-        turns: The partners, each with the number of calls begun with it since the last call of all ranks.
+        turns: The partners, each with the fields of the ``Turn`` of the last call with it.
     """
 
     at: float
     meetings: int
     partner: int | None = None
-    turns: tuple[tuple[int, int], ...] = ()
+    turns: tuple[tuple[int, int, int | None], ...] = ()
+
+    def turn_with(self, partner: int) -> Turn:
+        """Return the number of the last call with a partner."""
+        return next((Turn(since, before) for rank, since, before in self.turns if rank == partner), NO_TURN)
 
 
 class Replies(NamedTuple):

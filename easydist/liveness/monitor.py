@@ -81,7 +81,8 @@ class Monitor(GroupStatus):
             RemoteError: ``peer`` had left this call before the ranks met last.
         """
         now = time.monotonic()
-        may_have_missed = self.begin_call(now, self.timeout if timeout is None else timeout, WARN_AFTER, peer, is_turn)
+        limit, begun = self.timeout if timeout is None else timeout, self.crossing.calls() if peer is None else {}
+        may_have_missed = self.begin_call(now, limit, WARN_AFTER, peer, is_turn, begun)
         self._is_limit_given = timeout is not None
         self.crossing.wait = None
         self.operation, self.site, self._place = operation, site, f"{operation}, call {self.number}, at {site}".encode()

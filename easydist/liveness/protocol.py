@@ -37,8 +37,8 @@ class GroupProtocol(CallProtocol):
             return False
         other = self._met[self.peer]
         number = math.ceil(other.at) - 1 if other.partner is not None else math.ceil(other.at)
-        begun = dict(other.turns).get(self.rank, 0)
-        is_left = begun > self._turn or (begun == self._turn and other.partner != self.rank)
+        ahead = other.turn_with(self.rank).after(self._turn)
+        is_left = ahead > 0 or (ahead == 0 and other.partner != self.rank)
         return number > self.number or (number == self.number and other.partner is not None and is_left)
 
     def begin_meeting(self) -> EasydistError | None:
@@ -56,7 +56,7 @@ class GroupProtocol(CallProtocol):
         told, last, others = NOTHING, self.at, self._told_nothing()
         while True:
             if told.at < last:
-                told = Announced(last, self._meetings, self._partner, tuple(self._turns.items()))
+                told = Announced(last, self._meetings, self._partner, self._told_turns())
                 yield Step(Do.ANNOUNCE, told)
             replies = yield Step(Do.ASK, ranks=[rank for rank, one in others.items() if one.at < told.at])
             if replies is not None and replies.is_passed:  # the others have connected without this rank, and meet again
@@ -82,6 +82,9 @@ class GroupProtocol(CallProtocol):
                 if self._still_there(others) == others:
                     self._met = [others.get(rank, told) for rank in range(self.size)]
                     return self._met
+
+    def _told_turns(self) -> tuple[tuple[int, int, int | None], ...]:
+        return tuple((rank, *self._turn_with(rank)) for rank in {**(self._before or {}), **self._turns})
 
     def _told_nothing(self) -> dict[int, Announced]:
         return {rank: NOTHING for rank in range(self.size) if rank != self.rank}
@@ -117,6 +120,8 @@ class GroupProtocol(CallProtocol):
     def end_meeting(self) -> None:
         """Make the phase even: the ranks are connected, and the others wait for this rank's next message."""
         self.broken = self._left_at = None
+        if self._partner is None:
+            self._before = {}
         self.phase += 1
         self.is_awaited = True
 
@@ -127,6 +132,6 @@ def _behind(told: Mapping[int, Announced]) -> list[int]:
 
 
 def _is_past(rank: int, one: Announced, partner: int, told: Mapping[int, Announced]) -> bool:
-    other, own = told[partner], dict(one.turns).get(partner, 0)
-    begun = dict(other.turns).get(rank, 0)
-    return other.partner is None or begun > own or (begun == own and other.partner != rank)
+    other = told[partner]
+    ahead = other.turn_with(rank).after(one.turn_with(partner))
+    return other.partner is None or ahead > 0 or (ahead == 0 and other.partner != rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError, PeerLostError, RemoteError, WireError
 from easydist.liveness.stored import damaged, decoded
@@ -47,7 +47,7 @@ _FORM = {
     "is_final": bool,
     "fields": {str: object},
     "peer": int | None,
-    "turn": int,
+    "turn": (int, int | None),
     "meetings": int,
     "left": float | None,
 }
@@ -56,6 +56,31 @@ _FIELDS = ("rank", "pid", "host", "exit_status", "missing", "call", "circle")
 
 def _is_row(row: object) -> bool:
     return isinstance(row, list) and len(row) == 4 and all(type(number) is int for number in row)
+
+
+class Turn(NamedTuple):
+    """The number that a rank gives to a call with a partner, to which the partner gives the same.
+
+    A message may be sent before a call of all ranks and received after it, so that on one of the two ranks it is a call
+    since the last call of all ranks, and on the other one a message before that.
+
+    Attributes:
+        since: The calls of the two since the last call of all ranks.
+        before: The messages that the two had begun before that, since the ranks were connected; None if the rank had
+            lost its connections before that call, in which case only ``since`` counts.
+    """
+
+    since: int = 0
+    before: int | None = 0
+
+    def after(self, other: Turn) -> int:
+        """Return by how much this call is later than another one of the same two ranks."""
+        if self.before is None or other.before is None:
+            return self.since - other.since
+        return self.since + self.before - other.since - other.before
+
+
+NO_TURN = Turn()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +98,7 @@ class Report:
         is_final: True if the group cannot be connected again.
         fields: The other attributes of the error, by name.
         peer: The only other rank of that call; None if all ranks take part.
-        turn: The number of that call among the calls between the two ranks since the last call of all ranks.
+        turn: The number of that call among the calls between the two ranks.
         meetings: The number of times that the rank has begun to meet the others.
         left: The call in which the rank left the group's exchanges, without having come back; None if it has not left.
 
@@ -93,7 +118,7 @@ class Report:
     is_final: bool = False
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     peer: int | None = None
-    turn: int = 0
+    turn: Turn = NO_TURN
     meetings: int = 0
     left: float | None = None
 
@@ -109,8 +134,8 @@ class Report:
     def from_page(cls, text: str) -> Report | None:
         """Return the report of a page; None if the text is empty or incomplete."""
         try:
-            return cls(**json.loads(text)) if text else None
-        except (ValueError, TypeError):  # read while it was being written, or from another version of easydist
+            return cls._of(json.loads(text)) if text else None
+        except (ValueError, TypeError, KeyError):  # read while it was written, or from another version of easydist
             return None
 
     @classmethod
@@ -122,10 +147,14 @@ class Report:
         """
         if text is None:
             return None
-        report = cls(**decoded(what, text, _FORM))
+        report = cls._of(decoded(what, text, _FORM))
         if report.kind not in _KINDS and report.kind not in (EXCEPTION, LEAVING):
             raise damaged(what, text)
         return report
+
+    @classmethod
+    def _of(cls, fields: dict[str, Any]) -> Report:
+        return cls(**{**fields, "turn": Turn(*fields["turn"])})
 
     def is_about(self, number: int) -> bool:
         """True if the posting rank left this call or an earlier one before its end, or left the group for good.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from easydist.errors import EasydistError
 from easydist.liveness.events import Announced, Cause, Heard, Parting, Why
-from easydist.liveness.report import EXCEPTION, INTERRUPT, Report
+from easydist.liveness.report import EXCEPTION, INTERRUPT, NO_TURN, Report, Turn
 
 GRACE = 1.5
 """Seconds after the loss of its connection in which a process has to end or to post its failure report."""
@@ -27,6 +28,8 @@ PATIENCE = 0.5
 """Seconds within which a store answers, if it answers at all."""
 
 NOT_IN_TIME = float("inf")
+
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 _LOOKS, _LOOKS_OF_TWO = 2, 5
 """The looks at a rank that has ended, or left, until its wait is in vain; the second is for calls of two ranks."""
@@ -71,8 +74,9 @@ class CallProtocol:
         self.is_one_way = False
         self._has_followed = False  # True if this rank, in its call, has moved on to the later call of the others
         self._partner: int | None = None  # the same as peer, but not reset while the call reconnects all ranks
-        # The number of calls with the partner, and with each partner, since the last call of all ranks.
-        self._turn, self._turns = 0, dict[int, int]()
+        # The turn of the call with the partner; and for each partner ``Turn.since`` and ``Turn.before``.
+        self._turn, self._turns = NO_TURN, dict[int, int]()
+        self._before: Mapping[int, int] | None = _NONE
         self._meetings, self._met = 0, list[Announced]()
         self._over = dict[int, int]()  # for each rank the number of the last meeting that it has left
         self._left_at: float | None = None
@@ -85,18 +89,34 @@ class CallProtocol:
     # Calls.
 
     def begin_call(
-        self, now: float, limit: float, warn_after: float, peer: int | None = None, is_turn: bool = True
+        self,
+        now: float,
+        limit: float,
+        warn_after: float,
+        peer: int | None = None,
+        is_turn: bool = True,
+        begun: Mapping[int, int] = _NONE,
     ) -> bool:
-        """Begin a call; return True if this rank may have missed reports of the others (see ``missed``)."""
+        """Begin a call; return True if this rank may have missed reports of the others (see ``missed``).
+
+        Args:
+            now: The current time.
+            limit: The seconds that the call may take.
+            warn_after: The seconds after which its wait is logged.
+            peer: The only other rank that takes part; None if all ranks do.
+            is_turn: False if ``peer`` makes no call that belongs to this one.
+            begun: For each rank, the messages begun with it since the ranks were connected; for calls of all ranks.
+        """
         self.peer = self._partner = peer
         if peer is None:
             self.number += 1
             self.at = float(self.number)
-            if self._turns:
-                self._turns.clear()
+            self._turns.clear()
+            self._before = begun if self.broken is None else None  # after an error, ranks leave out calls
         else:
             self.at = self.number + 0.5
-            self._turn = self._turns[peer] = self._turns.get(peer, 0) + is_turn
+            self._turns[peer] = self._turns.get(peer, 0) + is_turn
+            self._turn = self._turn_with(peer)
         if self._looks:
             self._looks.clear()
         self.is_awaited, self.is_fresh, self.is_promised, self._has_followed = False, True, False, False
@@ -104,6 +124,11 @@ class CallProtocol:
         self._limit, self._began, self._deadline, self._warn_at = limit, now, now + limit, now + warn_after
         self._listen_at = now + LISTEN_EVERY
         return self.broken is None and (self.was_interrupted or now - self._ended > IDLE)
+
+    def _turn_with(self, partner: int) -> Turn:
+        """Return the number of the last call with a partner."""
+        before = None if self._before is None else self._before.get(partner, 0)
+        return Turn(self._turns.get(partner, 0), before)
 
     def end_call(self, now: float) -> None:
         """End the call."""
@@ -194,7 +219,7 @@ class CallProtocol:
         """True if a report is about a call of another pair of ranks, or about an earlier call of this rank's pair."""
         if report.peer is None or self._partner is None:
             return False
-        return {report.by, report.peer} != {self.rank, self._partner} or report.turn < self._turn
+        return {report.by, report.peer} != {self.rank, self._partner} or self._turn.after(report.turn) > 0
 
     @property
     def phases(self) -> tuple[int, ...]:
@@ -334,7 +359,7 @@ class CallProtocol:
         return self.number + 0.5 if self._deadline == NOT_IN_TIME else self.at
 
     @property
-    def origin(self) -> tuple[int | None, int, int, float | None]:
+    def origin(self) -> tuple[int | None, Turn, int, float | None]:
         """The last fields of a report of this rank: partner, turn, meetings, and the call in which it has left."""
         is_between = self._deadline != NOT_IN_TIME and self._partner is not None
         return (self._partner if is_between else None), self._turn, self._meetings, self._left_at
@@ -351,6 +376,7 @@ class CallProtocol:
         if error.call is not None and error.call > self.number:  # as if this rank had made that call, too
             self.number, self.at = error.call, float(error.call)
             self._turns.clear()
+            self._before = None
         for rank in self._waited_for_me(error.circle):  # as if this rank had made the call of that one, too
             self._turns[rank] = self._turns.get(rank, 0) + 1
         self.broken, self._left_at = error, self.number_of_report if self._left_at is None else self._left_at

@@ -11,7 +11,7 @@ import torch
 
 from easydist.errors import EasydistError
 from easydist.groups.communicators import Communicators
-from easydist.liveness.crossing import RECEIVE
+from easydist.liveness.crossing import EARLY, RECEIVE
 from easydist.messages import frames
 from easydist.messages.frames import ACCEPTED, ASKED, FRAME, HEAD, REFUSED, Message
 from easydist.messages.transfers import Answer, Part
@@ -77,7 +77,8 @@ class Channel:
                 parts += self._send(_answer(crossed(message)))  # the peer reads it once it has sent its own
             else:
                 self._comms.inbox(self.peer).append(message)
-                self._comms.monitor.crossing.begin(RECEIVE, self.peer)
+                for kind in (RECEIVE, EARLY):
+                    self._comms.monitor.crossing.begin(kind, self.peer)
         for part in parts:
             self._wait(part)
         return message

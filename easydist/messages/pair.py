@@ -20,7 +20,7 @@ from easydist.agreement.calling import calling
 from easydist.base import modes
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.communicators import Communicators
-from easydist.liveness.crossing import RECEIVE, SEND
+from easydist.liveness.crossing import EARLY, RECEIVE, SEND
 from easydist.liveness.page import MessageWait
 from easydist.messages import frames
 from easydist.messages.channels import Channel, channel_to
@@ -154,8 +154,9 @@ class Pair:
         """Send a message without waiting. The transfer ends when the receiver has answered."""
         if data:
             terms = {**terms, "data": [[device, buffer.numel()] for device, buffer in data]}
-        channel, message = channel_to(self._comms, self.peer, self._wait), self._begin(SEND)
-        parts, answer = channel.post(frames.encode(kind, POSTED, terms, body))
+        channel, frame = channel_to(self._comms, self.peer, self._wait), frames.encode(kind, POSTED, terms, body)
+        message = self._begin(SEND)
+        parts, answer = channel.post(frame)
         parts += [channel.move("send", buffer, device, asked=False) for device, buffer in data]
         parts += answer.parts if answer is not None else ()
         return self._transfer(parts, answer, message)
@@ -216,7 +217,9 @@ class Pair:
             EasydistError: The sender has failed.
         """
         self._channel = channel = channel_to(self._comms, self.peer, self._wait)
-        if not self._comms.inbox(self.peer):  # what is there has been counted
+        if self._comms.inbox(self.peer):  # what is there has been counted
+            self._comms.monitor.crossing.begun[EARLY, self.peer] -= 1
+        else:
             self._comms.monitor.waits_for(self._begin(RECEIVE))
         try:
             message = channel.receive()

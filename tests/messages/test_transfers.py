@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from test_entries import ways
 
 import easydist
 from easydist import CollectiveTimeout, ProcessState
@@ -13,6 +14,8 @@ from easydist.messages.transfers import Part, Transfer
 from easydist.parallel import GroupCoordinator
 from easydist.testing import distributed
 from easydist.transport.work import ENDED
+
+KINDS = pytest.mark.parametrize("kind", ["shm", "gloo"])
 
 
 class Fails:
@@ -84,3 +87,58 @@ def test_a_rank_that_has_waited_for_handles_learns_that_the_other_one_has_given_
         store.set("given up", "")
         assert pair.recv_object(0) == "next"
     pair.destroy()
+
+
+@pytest.mark.slow
+@KINDS
+@pytest.mark.parametrize("late", [0, 1])
+@distributed(world_size=2)
+def test_messages_under_way_during_a_call_of_all_ranks_count_for_both(late, kind, rank):
+    with ways(kind, rank):
+        pair = GroupCoordinator([[0, 1]], rank, "gloo", False)
+        for _ in range(2):
+            for step in range(3) if rank == 0 else ():
+                pair.isend_object(step, 1)
+            pair.barrier()
+            assert rank == 0 or [pair.recv_object(0) for _ in range(3)] == [0, 1, 2]
+            _both_give_up(pair, rank, late)
+        pair.destroy()
+
+
+@pytest.mark.slow
+@KINDS
+@pytest.mark.parametrize("late", [0, 1])
+@distributed(world_size=2)
+def test_a_message_that_came_while_its_receiver_sent_counts_once(late, kind, rank):
+    with ways(kind, rank):
+        pair = GroupCoordinator([[0, 1]], rank, "gloo", False)
+        if rank == 0:
+            handle = pair.isend_object("posted", 1)
+            assert pair.recv_object(1) == "asked"
+            pair.barrier()
+            handle.wait()
+        else:
+            pair.send_object("asked", 0)
+            pair.barrier()
+            assert pair.recv_object(0) == "posted"
+        if late == 1:
+            pair.barrier()  # by which all that have begun are counted again
+        _both_give_up(pair, rank, late)
+        pair.destroy()
+
+
+def _both_give_up(pair, rank, late):
+    """Let one rank give up a message before the other one sends it: both raise, and the next message arrives."""
+    store = dist.group.WORLD.get_group_store()
+    if rank == late:
+        with pytest.raises(CollectiveTimeout):
+            easydist.recv_object(src=1 - late, group=pair, timeout=0.1)
+        store.set("given up", "")
+        assert pair.recv_object(1 - late) == "next"
+        assert store.delete_key("given up")
+    else:
+        store.wait(["given up"])
+        with pytest.raises(CollectiveTimeout, match="recv_object"):
+            pair.send_object("too late", late)
+        pair.send_object("next", late)
+    pair.barrier()

@@ -144,4 +144,25 @@ MUTANTS = [
         "",
         "tests/messages/test_transfers.py::test_a_rank_that_has_waited_for_handles_learns_that_the_other_one_has_given_up",
     ),
+    Mutant(
+        "liveness/rules.py",
+        "CallProtocol.begin_call",
+        "begun if self.broken is None else None",
+        "{}",
+        "tests/messages/test_transfers.py::test_messages_under_way_during_a_call_of_all_ranks_count_for_both",
+    ),
+    Mutant(
+        "messages/channels.py",
+        "Channel.ask",
+        "(RECEIVE, EARLY)",
+        "(RECEIVE,)",
+        "tests/messages/test_transfers.py::test_a_message_that_came_while_its_receiver_sent_counts_once",
+    ),
+    Mutant(
+        "messages/pair.py",
+        "Pair.receive",
+        "self._comms.monitor.crossing.begun[EARLY, self.peer] -= 1",
+        "pass",
+        "tests/messages/test_transfers.py::test_a_message_that_came_while_its_receiver_sent_counts_once",
+    ),
 ]

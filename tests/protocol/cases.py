@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import meeting_cases
 
+from easydist.errors import DisagreementError, RemoteError
 from easydist.liveness.events import Announced, Cause, Do, Heard, Replies, Why
-from easydist.liveness.report import INTERRUPT, Report, kind_of
+from easydist.liveness.report import INTERRUPT, Report, Turn, kind_of
 
 
 def _rank(code, size=3):
@@ -120,7 +121,7 @@ def who_leaves_for_good_has_sent_what_it_had_not_given_up(code):
 def who_knows_of_a_loss_in_a_later_call_of_two_has_sent_what_it_had_not_given_up(code):
     """It has come to that call by completing this one."""
     for number, left, is_well in ((1.5, 1.5, True), (1.5, 1.0, False), (0.5, 0.5, False)):
-        report = Report("lost", "", 2, 0, 0, number, 0.0, is_final=True, peer=0, turn=1, left=left)
+        report = Report("lost", "", 2, 0, 0, number, 0.0, is_final=True, peer=0, turn=Turn(1), left=left)
         assert (_rank(code).check([Heard(2, report)]) is None) == is_well
 
 
@@ -151,12 +152,14 @@ def a_call_of_two_that_the_other_had_left_is_known(code):
     for at, partner, turns, number, turn, is_left in (
         (4.0, None, (), 3, 1, True),  # in the next call of all ranks
         (3.0, None, (), 3, 1, False),
-        (3.5, 0, ((1, 1),), 3, 1, True),  # with another rank, after this call
-        (3.5, 0, ((1, 1),), 3, 2, False),
+        (3.5, 0, ((1, 1, 0),), 3, 1, True),  # with another rank, after this call
+        (3.5, 0, ((1, 1, 0),), 3, 2, False),
         (3.5, 0, (), 3, 1, False),
-        (3.5, 1, ((1, 1),), 3, 1, False),  # in this call
-        (3.5, 1, ((1, 2),), 3, 1, True),
-        (3.5, 0, ((1, 1),), 4, 1, False),
+        (3.5, 1, ((1, 1, 0),), 3, 1, False),  # in this call
+        (3.5, 1, ((1, 2, 0),), 3, 1, True),
+        (3.5, 1, ((1, 1, 1),), 3, 1, True),  # which it has sent, or received, before the last call of all ranks
+        (3.5, 1, ((1, 1, None),), 3, 1, False),
+        (3.5, 0, ((1, 1, 0),), 4, 1, False),
     ):
         rank = code.protocol.GroupProtocol(1, 3)
         rank.number, rank._met = number, [Announced(at, 1), Announced(at, 1), Announced(at, 1, partner, turns)]
@@ -169,17 +172,63 @@ def a_call_of_two_that_the_other_had_left_is_known(code):
 
 def who_is_behind_its_partner_raises_first(code):
     """The partner is in a call of all, with another rank, or in a later call with this one."""
-    third = Announced(3.5, 1, 1, ((1, 1),))
+    third = Announced(3.5, 1, 1, ((1, 1, 0),))
     for partner, turns, is_behind in (
         (None, (), True),
-        (0, ((0, 1),), False),
-        (0, ((0, 2),), True),
-        (2, ((0, 1), (2, 1)), True),
-        (2, ((2, 1),), False),
+        (0, ((0, 1, 0),), False),
+        (0, ((0, 2, 0),), True),
+        (0, ((0, 1, 1),), True),
+        (0, ((0, 1, None),), False),
+        (2, ((0, 1, 0), (2, 1, 0)), True),
+        (2, ((2, 1, 0),), False),
     ):
-        told = {0: Announced(3.5, 1, 1, ((1, 1),)), 1: Announced(3.5, 1, partner, turns), 2: third}
+        told = {0: Announced(3.5, 1, 1, ((1, 1, 0),)), 1: Announced(3.5, 1, partner, turns), 2: third}
         assert (0 in code.protocol._behind(told)) is is_behind
         assert 1 not in code.protocol._behind(told)
+
+
+def a_message_before_a_call_of_all_ranks_is_a_call_after_it_for_the_other_rank(code):
+    """So both count from when they were connected, unless one of them had lost its connections before that call."""
+    rank = code.protocol.GroupProtocol(1, 3)
+    rank.begin_call(0.0, 1.0, 9.0, begun={2: 5})
+    rank.begin_call(0.0, 1.0, 9.0, peer=2)
+    for turn, is_earlier in ((Turn(5), True), (Turn(6), False), (Turn(0, None), True), (Turn(1, None), False)):
+        report = Report("late", "", 2, 0, 0, 1.5, 0.0, peer=1, turn=turn)
+        assert rank.judge(Heard(2, report)).is_earlier is is_earlier
+    rank.begin_call(0.0, 1.0, 9.0, peer=0)
+    assert rank._told_turns() == ((2, 1, 5), (0, 1, 0))
+
+
+def what_a_rank_had_begun_before_it_gave_up_counts_no_more(code):
+    """From the next call of all ranks on, or from a call of all ranks in which they meet."""
+    rank = code.protocol.GroupProtocol(1, 3)
+    rank.begin_call(0.0, 1.0, 9.0, begun={2: 5})
+    rank.begin_call(0.0, 1.0, 9.0, peer=2)
+    rank.leave(RemoteError("late"))
+    assert rank.origin[1] == Turn(1, 5)
+    rank.begin_call(0.0, 1.0, 9.0, peer=2)
+    assert rank.origin[1] == Turn(2, 5)
+    rank.end_meeting()
+    rank.begin_call(0.0, 1.0, 9.0, peer=2)
+    assert rank.origin[1] == Turn(3, 5)
+    rank.leave(RemoteError("late"))
+    for meets, before in ((False, None), (True, 0)):
+        rank.begin_call(0.0, 1.0, 9.0, begun={2: 5})
+        if meets:
+            rank.end_meeting()
+        rank.begin_call(0.0, 1.0, 9.0, peer=2)
+        assert rank.origin[1] == Turn(1, before)
+
+
+def who_counts_a_call_that_it_has_not_made_does_not_know_what_came_before(code):
+    """The messages that it had begun by then are not those that the others had begun."""
+    rank = code.protocol.GroupProtocol(1, 3)
+    rank.begin_call(0.0, 1.0, 9.0, peer=2)
+    error = DisagreementError("crossed")
+    error.call = 1
+    rank.leave(error)
+    rank.begin_call(0.0, 1.0, 9.0, peer=2)
+    assert rank.origin[1] == Turn(1, None)
 
 
 def a_rank_has_finished_a_call_once_it_is_outside_of_it_or_in_a_later_one(code):
@@ -207,6 +256,9 @@ CASES = {
         an_interrupt_that_is_passed_on_stays_one,
         a_call_of_two_that_the_other_had_left_is_known,
         who_is_behind_its_partner_raises_first,
+        a_message_before_a_call_of_all_ranks_is_a_call_after_it_for_the_other_rank,
+        what_a_rank_had_begun_before_it_gave_up_counts_no_more,
+        who_counts_a_call_that_it_has_not_made_does_not_know_what_came_before,
         a_rank_has_finished_a_call_once_it_is_outside_of_it_or_in_a_later_one,
         *meeting_cases.CASES,
     )

@@ -84,7 +84,7 @@ DRAWN = [
         135,
         Mutant(
             "rules",
-            "        return {report.by, report.peer} != {self.rank, self._partner} or report.turn < self._turn",
+            "        return {report.by, report.peer} != {self.rank, self._partner} or self._turn.after(report.turn) > 0",
             "        return None",
         ),
     ),
@@ -226,7 +226,7 @@ DRAWN = [
         "who_is_behind_its_partner_raises_first",
         Mutant(
             "protocol",
-            "    return other.partner is None or begun > own or (begun == own and other.partner != rank)",
+            "    return other.partner is None or ahead > 0 or (ahead == 0 and other.partner != rank)",
             "    return other.partner is None or begun > own or (begun == own and other.partner == rank)",
         ),
     ),
@@ -234,7 +234,7 @@ DRAWN = [
         "who_is_behind_its_partner_raises_first",
         Mutant(
             "protocol",
-            "    return other.partner is None or begun > own or (begun == own and other.partner != rank)",
+            "    return other.partner is None or ahead > 0 or (ahead == 0 and other.partner != rank)",
             "    return other.partner is None or (begun == own and other.partner != rank)",
         ),
     ),
@@ -258,16 +258,16 @@ DRAWN = [
         294,
         Mutant(
             "protocol",
-            "        is_left = begun > self._turn or (begun == self._turn and other.partner != self.rank)",
-            "        is_left = begun > self._turn or (begun == self._turn)",
+            "        is_left = ahead > 0 or (ahead == 0 and other.partner != self.rank)",
+            "        is_left = ahead > 0 or (ahead == 0)",
         ),
     ),
     (
         "who_is_behind_its_partner_raises_first",
         Mutant(
             "protocol",
-            "    return other.partner is None or begun > own or (begun == own and other.partner != rank)",
-            "    return begun > own or (begun == own and other.partner != rank)",
+            "    return other.partner is None or ahead > 0 or (ahead == 0 and other.partner != rank)",
+            "    return ahead > 0 or (ahead == 0 and other.partner != rank)",
         ),
     ),
     (
@@ -286,16 +286,16 @@ DRAWN = [
         "who_is_behind_its_partner_raises_first",
         Mutant(
             "protocol",
-            "    return other.partner is None or begun > own or (begun == own and other.partner != rank)",
-            "    return other.partner is None or begun > own or (begun != own and other.partner != rank)",
+            "    return other.partner is None or ahead > 0 or (ahead == 0 and other.partner != rank)",
+            "    return other.partner is None or ahead > 0 or (ahead != 0 and other.partner != rank)",
         ),
     ),
     (
         "a_call_of_two_that_the_other_had_left_is_known",
         Mutant(
             "protocol",
-            "        is_left = begun > self._turn or (begun == self._turn and other.partner != self.rank)",
-            "        is_left = begun > self._turn or (other.partner != self.rank)",
+            "        is_left = ahead > 0 or (ahead == 0 and other.partner != self.rank)",
+            "        is_left = ahead > 0 or (other.partner != self.rank)",
         ),
     ),
     (
@@ -385,11 +385,6 @@ EQUIVALENT = {
     Mutant(
         "rules", "        if report.peer is None or self._partner is None:", "        if self._partner is None:"
     ): "no report about a call of all ranks has the number of a call of two, unless it is final",
-    Mutant(
-        "protocol",
-        "    other, own = told[partner], dict(one.turns).get(partner, 0)",
-        "    other, own = told[partner], dict(one.turns).get(partner, 1)",
-    ): "a rank in a call of two has announced a turn with its partner",
     Mutant("protocol", "        self._meetings += 1", "        self._meetings += 2"): "the numbers are only compared",
     Mutant(
         "protocol",

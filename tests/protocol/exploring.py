@@ -102,7 +102,14 @@ def _state_of(rank):
     monitor, process = rank.monitor, rank.process
     broken = monitor.broken
     values = [getattr(monitor, name) for name in _RULES]
-    values += [monitor.waits % 2, str(monitor._met), str(monitor._turns), str(monitor._over), str(monitor._looks)]
+    values += [
+        monitor.waits % 2,
+        str(monitor._met),
+        str(monitor._turns),
+        str(monitor._before),
+        str(monitor._over),
+        str(monitor._looks),
+    ]
     values += [broken and (type(broken), broken.is_final, broken.is_earlier, broken.is_reported)]
     values += [
         process.is_alive,

@@ -178,7 +178,35 @@ PAST = {
     ),
     "does not count the calls between two ranks": (
         "a_call_of_two_that_the_other_had_left_is_known",
-        Mutant("rules", "self._turn = self._turns[peer] = self._turns.get(peer, 0) + is_turn", "self._turn = 1"),
+        Mutant("rules", "self._turns[peer] = self._turns.get(peer, 0) + is_turn", "self._turns[peer] = 1"),
+    ),
+    "counts the calls between two ranks since the last call of all ranks only": (
+        "a_message_before_a_call_of_all_ranks_is_a_call_after_it_for_the_other_rank",
+        Mutant("rules", "self._before = begun if self.broken is None else None", "self._before = {}"),
+    ),
+    "counts messages over connections that it has lost": (
+        "what_a_rank_had_begun_before_it_gave_up_counts_no_more",
+        Mutant("rules", "self._before = begun if self.broken is None else None", "self._before = begun"),
+    ),
+    "does not know what had begun before it met the others": (
+        "what_a_rank_had_begun_before_it_gave_up_counts_no_more",
+        Mutant("protocol", "            self._before = {}\n", "            pass\n"),
+    ),
+    "forgets what had begun before when it meets the others in a call of two": (
+        "what_a_rank_had_begun_before_it_gave_up_counts_no_more",
+        Mutant(
+            "protocol",
+            "        if self._partner is None:\n            self._before",
+            "        if True:\n            self._before",
+        ),
+    ),
+    "takes what it has begun for what it had begun before a call that it has not made": (
+        "who_counts_a_call_that_it_has_not_made_does_not_know_what_came_before",
+        Mutant(
+            "rules",
+            "            self._turns.clear()\n            self._before = None\n",
+            "            self._turns.clear()\n",
+        ),
     ),
     "fails alone": (
         14,
