@@ -35,9 +35,14 @@ def _create(options: Any, _: object) -> SharedMemoryGroup:
 
 
 def _known(ranks: Sequence[int]) -> dict[int, Peer]:
-    """Return the other processes of a new group, as far as they are known from the default group."""
+    """Return the other processes of a new group, as far as they are known from the default group.
+
+    Those of a broken group have left it, or recover it, and count as gone there.
+    """
     default = dist.GroupMember.WORLD
-    peers = default.monitor.peers if isinstance(default, SharedMemoryGroup) else {}
+    if not isinstance(default, SharedMemoryGroup) or default.monitor.broken is not None:
+        return {}
+    peers = default.monitor.peers
     return {i: peers[rank] for i, rank in enumerate(ranks) if rank in peers}
 
 

@@ -99,7 +99,7 @@ def watching() -> Iterator[None]:
 
 def _after_fork() -> None:
     """Close the connections of the parent's groups; the descriptors stay taken, because gloo closes them once more."""
-    inherited = [connection for connection, ends in _all_connections() if _made.get(connection) == ends]
+    inherited = [one for one, ends in (_all_connections() if _made else ()) if _made.get(one) == ends]
     _made.clear()
     if inherited:
         nothing = os.open(os.devnull, os.O_RDWR)

@@ -90,6 +90,13 @@ MUTANTS = [
     Mutant(
         "process_group.py",
         "_known",
+        " or default.monitor.broken is not None",
+        "",
+        "tests/groups/test_recovering.py::test_the_survivors_go_on",
+    ),
+    Mutant(
+        "process_group.py",
+        "_known",
         "if rank in peers",
         "if rank < 0",
         "tests/torch_backend/test_ends_of_groups.py::test_a_new_group_does_not_wait_for_a_process_that_has_ended",
