@@ -217,7 +217,7 @@ MUTANTS = [
     Mutant(
         "liveness/keepalive.py",
         "_after_fork",
-        "_made.get(connection) == ends",
+        "_made.get(one) == ends",
         "False",
         "tests/groups/test_forks.py::test_a_child_that_outlives_a_rank_does_not_hide_its_end_from_other_hosts",
     ),
