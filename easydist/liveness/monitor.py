@@ -81,7 +81,8 @@ class Monitor(GroupStatus):
             RemoteError: ``peer`` had left this call before the ranks met last.
         """
         now = time.monotonic()
-        limit, begun = self.timeout if timeout is None else timeout, self.crossing.calls() if peer is None else {}
+        limit = self.timeout if timeout is None else timeout
+        begun = self.crossing.calls() if peer is None and self.crossing.begun else {}  # most groups send no messages
         may_have_missed = self.begin_call(now, limit, WARN_AFTER, peer, is_turn, begun)
         self._is_limit_given = timeout is not None
         self.crossing.wait = None
