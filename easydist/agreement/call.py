@@ -77,7 +77,8 @@ class Call:
             return 0
         layout = self.leaves.layout
         structure = layout.fingerprint if self.dim is None else layout.free(self.dim)[1]
-        structure = layout.of_any_size if self.any_size else structure
+        if self.any_size:
+            structure = layout.of_any_size
         return self._whole(structure) if self.leaves.plain or self.devices else structure
 
     def variations(self) -> int:

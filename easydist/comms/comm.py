@@ -23,7 +23,7 @@ from easydist.comms.options import CommOptions, Milliseconds, checked_hints, lim
 from easydist.comms.window import RegisteredWindow, TorchCommWindow
 from easydist.errors import EasydistError
 from easydist.groups.communicators import Communicators
-from easydist.groups.recovering import TIMEOUT, Recovery, turn
+from easydist.groups.recovering import TIMEOUT, Recovery, alone
 from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
 from easydist.transport.checked import checked_timeout
@@ -293,7 +293,7 @@ class TorchComm(Collectives):
                 "easydist.recover(group=...) and wrap what it returns"
             )
         self._operations.demand_own_process()
-        with turn(self._recovers):
+        with alone(self._recovers):
             return self._recovered(limit)
 
     def _recovered(self, limit: float) -> TorchComm:

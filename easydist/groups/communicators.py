@@ -26,7 +26,7 @@ from easydist.groups.connecting import gloo_beside
 from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.founding import Founding, appear, found
 from easydist.groups.reconnecting import reconnect
-from easydist.groups.recovering import Attempt, Recovered, Recovery, turn
+from easydist.groups.recovering import Attempt, Recovered, Recovery, alone
 from easydist.groups.sharing import Hosts, all_gather, attach, introduce, is_wanted
 from easydist.liveness.monitor import Monitor, again
 from easydist.liveness.peer import host_id
@@ -413,7 +413,7 @@ class Communicators:
             EasydistError: The errors of ``Recovery.run``.
             RuntimeError: The group has been recovered already.
         """
-        with turn(self._recovers):
+        with alone(self._recovers):
             return self._recovered(timeout, connect)
 
     def _recovered(self, timeout: float, connect: Callable[[Attempt], T]) -> Recovered[T]:

@@ -205,9 +205,10 @@ def _own(store: Any) -> Store:
     torch holds the connection while it waits in the store for the other ranks, which may wait there for another thread
     of this process.
     """
+    own: Store = store
     with contextlib.suppress(AttributeError, RuntimeError):  # a store that is written in Python, or has ended
-        return store.clone()  # type: ignore[no-any-return]
-    return store  # type: ignore[no-any-return]
+        own = store.clone()
+    return own
 
 
 def _destroyed(group: object) -> None:

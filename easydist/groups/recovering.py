@@ -73,7 +73,7 @@ _kept: list[Monitor] = []
 
 
 @contextlib.contextmanager
-def turn(lock: threading.Lock) -> Iterator[None]:
+def alone(lock: threading.Lock) -> Iterator[None]:
     """Hold the lock under which this process recovers a group.
 
     Raises:

@@ -77,8 +77,8 @@ class Channel:
                 parts += self._send(_answer(crossed(message)))  # the peer reads it once it has sent its own
             else:
                 self._comms.inbox(self.peer).append(message)
-                for kind in (RECEIVE, EARLY):
-                    self._comms.monitor.crossing.begin(kind, self.peer)
+                self._comms.monitor.crossing.begin(RECEIVE, self.peer)
+                self._comms.monitor.crossing.begun[EARLY, self.peer] += 1
         for part in parts:
             self._wait(part)
         return message

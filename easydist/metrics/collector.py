@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from operator import index
 from typing import Any
 
 import torch
@@ -74,7 +73,7 @@ class MetricCollector:
         group_dst: int | None = None,
         timeout: Timeout | None = None,
     ) -> None:
-        if every is not None and index(every) < 1:
+        if every is not None and integer("MetricCollector: every", every, "a number of updates") < 1:
             raise ValueError(f"MetricCollector: every={every} is not a number of updates")
         self.total = None if total is None else integer("MetricCollector: total", total, "a number of samples")
         self._every, self._rtol, self._group, self._timeout = every, rtol, group, timeout

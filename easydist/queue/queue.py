@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from easydist.agreement.runner import compare
 from easydist.base import modes
-from easydist.base.arguments import integer
+from easydist.base.arguments import integer, integers
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
 from easydist.liveness.peer import host_id
@@ -79,7 +79,7 @@ class MessageQueue:
         n_reader, n_local_reader = _integer("n_reader", n_reader), _integer("n_local_reader", n_local_reader)
         max_chunk_bytes, max_chunks = _integer("max_chunk_bytes", max_chunk_bytes), _integer("max_chunks", max_chunks)
         local = range(n_local_reader) if local_reader_ranks is None else local_reader_ranks
-        ranks = [integer("MessageQueue: local_reader_ranks", rank, "a rank") for rank in local]
+        ranks = integers("MessageQueue: local_reader_ranks", local, "a list of ranks")
         _check_numbers(n_reader, n_local_reader, ranks, max_chunk_bytes, max_chunks)
         if not weights_only:
             codec.demand_pickle()

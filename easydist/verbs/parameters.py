@@ -257,6 +257,7 @@ def _kept(params: list[nn.Parameter], changes: _Changes) -> Iterator[None]:
         with jointly(comms, "GatheredParameters", changes.timeout), _no_replacing(params):
             yield
         if changes.modifier_rank is not None:
+            # Not ``detach``: a forward pass in the body may still need its backward pass, which the write would forbid.
             whole = [parameter.data for parameter in params]
             broadcast(whole, group_src=changes.modifier_rank, group=changes.group, timeout=changes.timeout)
             before = [parameter.detach() for parameter in params]

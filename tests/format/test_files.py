@@ -162,7 +162,7 @@ def test_other_views_of_one_memory_are_stored_for_themselves(path):
 
 
 class Made(Mapping):
-    """A mapping that makes its values anew when it is read, as a lazily loaded one does."""
+    """A mapping that creates its values on each access, as a lazily loaded one does."""
 
     def __init__(self, make, start):
         self.make, self.numbers = make, range(start, start + 4)

@@ -272,6 +272,8 @@ def test_what_update_refuses():
     assert len(collector) == 1
     with pytest.raises(ValueError, match="every=0"):
         MetricCollector(every=0)
+    with pytest.raises(TypeError, match=r"every=1\.5 is not a number of updates: pass an integer"):
+        MetricCollector(every=1.5)
 
 
 def test_rows_are_copies():
