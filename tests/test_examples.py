@@ -85,13 +85,25 @@ def test_ray_ranks():
     assert len(lines) == 3
 
 
-@pytest.mark.slow
-def test_survivors_finish_the_evaluation():
-    path = ROOT / "examples" / "survivors.py"
+def with_survivors(example):
+    """Run an example whose rank 1 is killed, and return its output, which the documentation shows."""
+    path = ROOT / "examples" / example
     out, err = forked("-m", "easydist", "run", "--survivors", "-n", "3", path, PYTHON_EXEC=fork())
-    assert out == "[rank 0] 2 ranks go on\n[rank 0] 60 of 60 are right\n"
+    assert "rank 1: process " in err
     assert "was killed by SIGKILL; the others continue" in err
     assert out in (ROOT / "docs" / "recovering.md").read_text()
+    return out
+
+
+@pytest.mark.slow
+def test_survivors_finish_the_evaluation():
+    assert with_survivors("survivors.py") == "[rank 0] 2 ranks go on\n[rank 0] 60 of 60 are right\n"
+
+
+@pytest.mark.slow
+def test_survivors_finish_the_training_as_one_process_would():
+    alone, _ = forked(ROOT / "examples" / "train_survivors.py")
+    assert with_survivors("train_survivors.py").splitlines()[1:] == [f"[rank 0] {alone.strip()}"]
 
 
 @pytest.mark.slow

@@ -131,6 +131,8 @@ def forget_all() -> None:
 def made(ranks: Sequence[int], rank: int, backend: str, store: Store, name: str, limit: timedelta) -> dist.ProcessGroup:
     """Return a group made as by ``new_group``, but in its own store, and by its members alone.
 
+    Without a default group it is made as that one, which it can become by ``set_default``.
+
     Args:
         ranks: The members, as ranks of the default group.
         rank: The rank of this process among the members.
@@ -140,7 +142,7 @@ def made(ranks: Sequence[int], rank: int, backend: str, store: Store, name: str,
         limit: The time limit for connecting, and for each call of the group.
     """
     make = _needed(_make, "a group of some ranks in its own store")
-    told = len(ranks), rank, list(ranks), backend, store, name
+    told = len(ranks), rank, [] if dist.group.WORLD is None else list(ranks), backend, store, name
     group: dist.ProcessGroup = make(*told, timeout=limit, group_desc=name)[0]
     _needed(_world, "the same").pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
     return group

@@ -417,6 +417,7 @@ class Communicators:
             return self._recovered(timeout, connect)
 
     def _recovered(self, timeout: float, connect: Callable[[Attempt], T]) -> Recovered[T]:
+        self.appear()  # in the store, if a rank was lost before the group was made
         self.monitor.recovers()
         self.stop()
         known: Monitor | None = getattr(self._group, "monitor", None)  # a group in shared memory has met

@@ -194,12 +194,12 @@ def registered_group(
     """
 
     def make() -> dist.ProcessGroup:
-        return torch_groups.made(ranks, rank, backend, _own(store), name, limit)
+        return torch_groups.made(ranks, rank, backend, own_connection(store), name, limit)
 
     return connect(make, limit.total_seconds(), monitor, check)
 
 
-def _own(store: Any) -> Store:
+def own_connection(store: Any) -> Store:
     """Return the store over a connection of its own, if it has one.
 
     torch holds the connection while it waits in the store for the other ranks, which may wait there for another thread

@@ -29,6 +29,7 @@ class Founding(NamedTuple):
         rank: The rank of this process.
         size: The number of ranks.
         timeout: Seconds that a call may take, unless it sets its own limit.
+        backend: As in ``init_process_group``.
         where: The words for the place of the store, for errors.
         is_served_by_rank_0: True if rank 0 serves the store, and not the launcher.
         reach: Returns the store, within a number of seconds; it calls the function that it gets while it waits.
@@ -38,6 +39,7 @@ class Founding(NamedTuple):
     rank: int
     size: int
     timeout: float
+    backend: str
     where: str
     is_served_by_rank_0: bool
     reach: Callable[[float, Callable[[], None]], Store]

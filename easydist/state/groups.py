@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store
 
 from easydist.base import forks, torch_groups
 from easydist.groups.communicators import Communicators
-from easydist.groups.connecting import connect
+from easydist.groups.connecting import connect, own_connection
 from easydist.groups.founding import Founding
 from easydist.groups.known import let_go, of_comm, of_group
 from easydist.liveness.monitor import Monitor
@@ -70,26 +70,17 @@ def of_argument(group: Group) -> Communicators | None:
     )
 
 
-class _Survivors(NamedTuple):
-    """The group of the survivors of a default group."""
-
-    group: dist.ProcessGroup
-    world: World
-
-
-_survivors: weakref.WeakKeyDictionary[dist.ProcessGroup, _Survivors] = weakref.WeakKeyDictionary()
+_survivors: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 """The survivors of torch's default group, as long as it exists: their group would keep its threads and connections."""
 
-
-def _survivors_of(default: dist.ProcessGroup | None) -> _Survivors | None:
-    return _survivors.get(default) if _survivors and default is not None else None
+_worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, World] = weakref.WeakKeyDictionary()
+"""This process among the members of each group of survivors."""
 
 
 def default_group() -> dist.ProcessGroup | None:
     """Return the default group, made by easydist or by others, or the group of its survivors; None if there is none."""
     default = dist.group.WORLD  # looked up once: it takes half a microsecond
-    found = _survivors_of(default)
-    return default if found is None else found.group
+    return _survivors.get(default, default) if _survivors and default is not None else default
 
 
 def current_rank() -> int:
@@ -102,26 +93,29 @@ def current_rank() -> int:
 
 def is_recovered(group: dist.ProcessGroup) -> bool:
     """True if this is the group of the survivors of a default group."""
-    found = _survivors_of(dist.group.WORLD)
-    return found is not None and found.group is group
+    return group in _worlds
 
 
 def replace_default_group(group: dist.ProcessGroup, world: World) -> None:
-    """Make this the default group of easydist, until torch has another default group.
+    """Make this the default group of easydist, until torch has another default group; if torch has none, of torch too.
 
     Args:
         group: The group of the survivors.
         world: This process among the survivors.
     """
-    assert dist.group.WORLD is not None
-    _survivors[dist.group.WORLD] = _Survivors(group, world)
+    _worlds[group] = world
+    if dist.group.WORLD is not None:
+        _survivors[dist.group.WORLD] = group
+        return
+    torch_groups.set_default(group)
+    torch_groups.set_count(1)  # as on ranks on which the lost group had been made
+    _take_down_at_exit(group, launched())
 
 
 def world_of(group: dist.ProcessGroup) -> World:
     """Return the world of an existing group; if LOCAL_RANK and the like are unset, all ranks count as one host's."""
-    found = _survivors_of(dist.group.WORLD)
-    if found is not None and group is found.group:
-        return found.world
+    if (world := _worlds.get(group)) is not None:
+        return world
     rank, size = group.rank(), group.size()
     with contextlib.suppress(ValueError):  # variables that another launcher has left over; the group counts
         told = launched(has_group=True)
@@ -175,7 +169,7 @@ def founding(
 
     reach = functools.partial(store_of_group, world)
     where = f"{world.address}:{world.port}"
-    return Founding(world.rank, world.size, limit.total_seconds(), where, not has_agent(), reach, make)
+    return Founding(world.rank, world.size, limit.total_seconds(), backend, where, not has_agent(), reach, make)
 
 
 def _demand_built(backend: str) -> None:
@@ -192,15 +186,20 @@ def _made_in(monitor: Monitor, store: Store, seconds: float, world: World, backe
     place: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": limit}
     try:
         # Only an ended rank ends this: after other errors the ranks try again, while torch would still make this group.
-        connect(lambda: dist.init_process_group(backend, store=store, **place), seconds, monitor, monitor.raise_if_lost)
+        there = own_connection(store)
+        connect(lambda: dist.init_process_group(backend, store=there, **place), seconds, monitor, monitor.raise_if_lost)
     except BaseException:
         torch_groups.set_count(count)  # it numbers the groups, and the ranks may try again
         raise
     group = dist.group.WORLD
     assert group is not None
+    _take_down_at_exit(group, world)
+    return group
+
+
+def _take_down_at_exit(group: dist.ProcessGroup, world: World) -> None:
     _made.append(world)
     atexit.register(_take_down, weakref.ref(group))  # a group that is destroyed before ends its threads then
-    return group
 
 
 def _take_down(made: weakref.ref[dist.ProcessGroup]) -> None:

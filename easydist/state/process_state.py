@@ -125,7 +125,7 @@ class ProcessState(metaclass=WithAdvice):
             group = self._after_fork()
         if self._world is None or group is not self._group:
             device = self._device if group is not None and is_recovered(group) else None
-            self._group, self._device = group, None
+            self._group, self._device, self._first_call = group, None, None
             world = launched() if group is None else world_of(group)
             if world.size == 1:
                 settings.check()  # several ranks do so when they meet

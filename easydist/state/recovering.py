@@ -15,6 +15,7 @@ from easydist.base import torch_groups
 from easydist.base.eager import eager
 from easydist.groups.communicators import timeout_of
 from easydist.groups.connecting import gloo_group, registered_group
+from easydist.groups.founding import Founding
 from easydist.groups.known import forget, of_group, retire, unregistered
 from easydist.groups.recovering import TIMEOUT, Attempt
 from easydist.state.environment import World
@@ -58,7 +59,7 @@ def recover(group: Any = None, *, timeout: Timeout | None = None) -> Any:
         PeerLostError: The survivors cannot agree: the store that they need has ended with its rank, and they are on
             several hosts or had made no call yet. The text contains advice.
         OverlappingCallError: Another thread of this process is recovering the group. Let it wait for that thread.
-        RuntimeError: There is no group yet, or it was recovered already.
+        RuntimeError: The group was recovered already.
         TypeError: ``group`` is not a group.
 
     Example:
@@ -72,23 +73,23 @@ def recover(group: Any = None, *, timeout: Timeout | None = None) -> Any:
         return group.recover(timedelta(seconds=limit))
     state = ProcessState()
     of = state.process_group_as_it_is if group is None else group
-    if of is None and not state.use_distributed:
-        return None
-    if not isinstance(of, dist.ProcessGroup):
-        raise _refused(of)
-    comms = of_group(of)
-    if comms.size == 1:
+    if of is not None and not isinstance(of, dist.ProcessGroup):
+        raise TypeError(f"recover: group= takes None, a ProcessGroup or a TorchComm, got {type(of).__name__}")
+    comms = state.communicators() if of is None else of_group(of)
+    old = comms.founding or of
+    if comms.size == 1 or old is None:
         return of
     world = state.world
-    found = comms.recover(limit, functools.partial(_connected, of))
+    found = comms.recover(limit, functools.partial(_connected, old))
     new = found.made
     if group is None:
-        was_recovered = is_recovered(of)
+        # torch keeps its default group, but another one is easydist's own.
+        ended = of if of is not None and is_recovered(of) and of is not dist.group.WORLD else None
         replace_default_group(new, _survivor(world, new.rank(), found.hosts))
         _ = state.world  # the state adopts the new group, and so releases the old one
-        if was_recovered:  # torch keeps its first default group, but this one is easydist's own
-            retire(of)
-            dist.destroy_process_group(of)
+        if ended is not None:
+            retire(ended)
+            dist.destroy_process_group(ended)
     return new
 
 
@@ -107,24 +108,19 @@ def _survivor(world: World, rank: int, hosts: Sequence[str]) -> World:
     )
 
 
-def _refused(group: object) -> Exception:
-    if group is None:
-        return RuntimeError("recover: there is no process group yet, so there is nothing to recover")
-    return TypeError(f"recover: group= takes None, a ProcessGroup or a TorchComm, got {type(group).__name__}")
-
-
-def _connected(old: dist.ProcessGroup, attempt: Attempt) -> dist.ProcessGroup:
+def _connected(old: dist.ProcessGroup | Founding, attempt: Attempt) -> dist.ProcessGroup:
     """Return a group of the members, which have met in it, with the backend and the timeout of the old one."""
-    name, timeout = f"{old.group_name}/recovered/{attempt.number}", timedelta(seconds=timeout_of(old))
     if old in unregistered:
+        name, timeout = _name(old, attempt), timeout_of(old)
         new = gloo_group(attempt.store, attempt.rank, len(attempt.members), name, attempt.left, check=attempt.check)
         unregistered.add(new)
     else:
-        ranks = [dist.get_process_group_ranks(old)[member] for member in attempt.members]
-        backend, limit = torch_groups.backend_of(old), attempt.left
-        new = registered_group(ranks, attempt.rank, backend, attempt.store, name, limit, check=attempt.check)
+        ranks, backend, timeout = _registration(old, attempt)
+        told = ranks, attempt.rank, backend, attempt.store, _name(old, attempt), attempt.left
+        new = registered_group(*told, check=attempt.check)
     # A group in shared memory has its own, because torch's function knows groups of gloo and NCCL only.
-    new.set_timeout(timeout) if hasattr(new, "monitor") else torch_groups.set_timeout(new, timeout)
+    limit = timedelta(seconds=timeout)
+    new.set_timeout(limit) if hasattr(new, "monitor") else torch_groups.set_timeout(new, limit)
     try:
         # So that they need no store to recover if a rank dies before their next call.
         of_group(new).met(attempt.left, attempt.check)
@@ -132,6 +128,21 @@ def _connected(old: dist.ProcessGroup, attempt: Attempt) -> dist.ProcessGroup:
         _discard(new)
         raise
     return new
+
+
+def _name(old: dist.ProcessGroup | Founding, attempt: Attempt) -> str:
+    """Return the same name on ranks that had made the default group when a rank was lost, and on those that had not."""
+    if isinstance(old, Founding) or (old is dist.group.WORLD and not is_recovered(old)):
+        return f"default/recovered/{attempt.number}"
+    return f"{old.group_name}/recovered/{attempt.number}"
+
+
+def _registration(old: dist.ProcessGroup | Founding, attempt: Attempt) -> tuple[list[int], str, float]:
+    """Return the members for torch, the backend and the timeout; torch counts ranks as its default group does."""
+    if isinstance(old, Founding):
+        return list(range(len(attempt.members))), old.backend, old.timeout
+    ranks = dist.get_process_group_ranks(old)
+    return [ranks[member] for member in attempt.members], torch_groups.backend_of(old), timeout_of(old)
 
 
 def _discard(new: dist.ProcessGroup) -> None:

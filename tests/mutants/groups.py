@@ -5,6 +5,13 @@ from mutants.planting import Mutant
 MUTANTS = [
     Mutant(
         "groups/communicators.py",
+        "Communicators._recovered",
+        "self.appear()",
+        "pass",
+        "tests/state/test_first_call.py -k without_a_rank_that_ended",
+    ),
+    Mutant(
+        "groups/communicators.py",
         "timeout_of",
         "options._timeout.total_seconds()",
         "options._timeout.seconds",

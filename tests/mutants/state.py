@@ -25,6 +25,27 @@ MUTANTS = [
         "tests/groups/test_left_out.py -k meeting_interrupted",
     ),
     Mutant(
+        "state/recovering.py",
+        "_name",
+        "old is dist.group.WORLD and not is_recovered(old)",
+        "False",
+        "tests/state/test_first_call.py -k ranks_that_had_made_the_group",
+    ),
+    Mutant(
+        "state/groups.py",
+        "_made_in",
+        "own_connection(store)",
+        "store",
+        "tests/state/test_first_call.py -k whose_first_call_comes_after",
+    ),
+    Mutant(
+        "state/groups.py",
+        "replace_default_group",
+        "    torch_groups.set_default(group)",
+        "    pass",
+        "tests/state/test_first_call.py -k without_a_rank_that_ended",
+    ),
+    Mutant(
         "state/environment.py",
         "launched",
         "names[: 3 if in_step else 2]",

@@ -116,7 +116,62 @@ def connecting(rank, others_are_done):
     """The last rank dies when all have come, but are not connected."""
     if rank == int(os.environ["WORLD_SIZE"]) - 1:
         dist.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    return {"first": call(within(600))}
+    return {"first": call(within(600)), **recovered(LONG)}
+
+
+def recovered(limit):
+    """Continue with the surviving ranks, as torch knows them, too."""
+    group = easydist.recover(timeout=limit)
+    dist.barrier(group)
+    state, others = ProcessState(), call(LONG)
+    return {"second": others, "place": [state.process_index, state.num_processes, group.rank(), group.size()]}
+
+
+def half(rank, others_are_done):
+    """The last rank dies when some ranks have made the group and rank 1 has not; it dies in the survivors' group."""
+    size, make = int(os.environ["WORLD_SIZE"]), dist.init_process_group
+
+    def fail(*args, **options):
+        make(*args, **options)
+        dist.destroy_process_group()
+        os.read(others_are_done[0], 1)  # the last rank is about to end
+        raise RuntimeError("connectFullMesh failed")
+
+    if rank == 1:
+        dist.init_process_group = fail
+    group = ProcessState().process_group if rank not in (1, size - 1) else None
+    if rank == size - 1:
+        assert ProcessState().process_group is not None
+        os.write(others_are_done[1], b".")
+        os.kill(os.getpid(), signal.SIGKILL)
+    first = call(LONG)
+    found = recovered(LONG)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    second = call(LONG)
+    return {"first": first, "had": group is not None, "then": second, "once": found, **recovered(LONG)}
+
+
+def gone(rank, others_are_done):
+    """The last rank ends before it has done anything."""
+    if rank == int(os.environ["WORLD_SIZE"]) - 1:
+        os._exit(3)
+    return {"first": call(SHORT), **recovered(SHORT)}
+
+
+def absent(rank, others_are_done):
+    """The last rank makes its first call when the others have left it out."""
+    if rank == int(os.environ["WORLD_SIZE"]) - 1:
+        os.read(others_are_done[0], 1)
+        first = call(LONG)
+        try:
+            easydist.recover(timeout=LONG)
+        except EasydistError as error:
+            return {"first": first, "second": {"type": type(error).__name__}, "third": call(LONG)}
+    first = call(SHORT)
+    found = recovered(SHORT)
+    os.write(others_are_done[1], b".")
+    return {"first": first, **found, "third": call(LONG)}
 
 
 CASE = [""]

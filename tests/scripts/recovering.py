@@ -80,7 +80,7 @@ class Verbs:
             dist.init_process_group("easydist_shm", timeout=timedelta(seconds=LIMIT))
             easydist.gather(0)  # in the verbs' first call in such a group, the end of a rank is not noticed
 
-        assert ProcessState().process_group is not None  # before the first death, or there is nothing to recover
+        assert ProcessState().process_group is not None  # deaths before that are those of first_call.py
         if kind != "torch_shm":
             dist.barrier()  # no rank dies while another one still connects
 

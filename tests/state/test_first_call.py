@@ -20,6 +20,9 @@ CASES = [
     "2/destroyed",
     "2/connecting",
     "3/connecting",
+    "3/gone",
+    "4/half",
+    "3/absent",
 ]
 pytestmark = pytest.mark.slow
 
@@ -60,6 +63,39 @@ def test_a_rank_that_dies_while_the_group_is_connected_is_named_at_once(case):
     assert all("SIGKILL" in rows[rank]["first"]["text"] for rank in range(last))
     assert rows[0]["first"]["seconds"] < launching.within(10)
     assert sorted(statuses) == [-9, *[0] * last]
+    check_survivors(rows, list(range(last)))
+
+
+def check_survivors(rows, left):
+    """These ranks have continued, with each other alone and in this order."""
+    assert [rows[rank]["second"] for rank in left] == [{"got": left}] * len(left)
+    assert [rows[rank]["place"] for rank in left] == [[i, len(left), i, len(left)] for i in range(len(left))]
+
+
+def test_the_others_go_on_without_a_rank_that_ended_before_its_first_call():
+    rows, statuses = outcome("3/gone")
+    assert sorted(statuses) == [0, 0, 3]
+    check_survivors(rows, [0, 1])
+
+
+def test_ranks_that_had_made_the_group_and_one_that_had_not_go_on_together():
+    rows, statuses = outcome("4/half")
+    assert sorted(statuses) == [-9, -9, 0, 0]
+    for rank in (0, 2):
+        assert rows[rank]["had"]
+        assert [rows[rank][name]["type"] for name in ("first", "then")] == ["PeerLostError"] * 2
+        assert rows[rank]["once"]["second"] == {"got": [0, 1, 2]}
+    check_survivors(rows, [0, 2])
+
+
+def test_a_rank_whose_first_call_comes_after_the_others_have_recovered_is_told_at_once():
+    """Its connecting, which takes as long as its time limit, does not keep it from the store."""
+    rows, statuses = outcome("3/absent")
+    assert set(statuses) == {0}
+    check_survivors(rows, [0, 1])
+    assert [rows[rank]["third"] for rank in (0, 1)] == [{"got": [0, 1]}] * 2
+    assert [rows[2][name]["type"] for name in ("second", "third")] == ["LeftOutError"] * 2
+    assert rows[2]["third"]["seconds"] < rows[2]["first"]["seconds"] + launching.within(5)
 
 
 def test_the_limit_of_the_state_holds_for_the_first_call_if_a_rank_raises_before_it():
