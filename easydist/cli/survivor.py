@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -43,7 +44,25 @@ def run(folder: str, pipe: str, command: Sequence[str]) -> int:
     if status and not told:
         text = f"rank {os.environ['RANK']}: {end_of(rank.pid, status)}; the others continue"
         print(text, file=sys.stderr, flush=True)
+        _report(rank.pid, status)
     return shell_status(status) if told else 0
+
+
+def _report(pid: int, status: int) -> None:
+    """Let the other ranks know of the end of this rank, which they have never seen if it has made no call."""
+    from easydist.errors import PeerLostError  # a rank that succeeds needs no torch here
+    from easydist.groups.founding import report_end
+    from easydist.liveness.texts import lost, process
+    from easydist.state import ProcessState
+
+    comms = ProcessState(cpu=True).communicators()
+    if comms.founding is None:  # the only rank
+        return
+    host = socket.gethostname()
+    what = f"{process(pid, host)} ended ({status_text(status)}) before its first call"
+    error = PeerLostError(lost("easydist run", f"rank {comms.rank}", what))
+    error.rank, error.pid, error.host, error.exit_status = comms.rank, pid, host, status
+    report_end(comms.founding, comms.monitor, error)
 
 
 def shell_status(status: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,12 +10,12 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store
 
-from easydist.errors import EasydistError
+from easydist.errors import EasydistError, PeerLostError
 from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.reconnecting import reconnect
 from easydist.liveness.limited import NoAnswerError
 from easydist.liveness.monitor import Monitor
-from easydist.liveness.status import nothing
+from easydist.liveness.status import WHO, nothing
 from easydist.liveness.timed_store import TimedStore
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
 
@@ -100,6 +101,23 @@ def appear(founding: Founding, monitor: Monitor) -> Store | None:
     monitor.use(TimedStore(store))
     FirstMeeting(store, monitor).announce()
     return store
+
+
+def report_end(founding: Founding, monitor: Monitor, error: PeerLostError) -> None:
+    """Report the end of a rank, by another process, unless the rank has come: then the others notice it themselves.
+
+    Args:
+        founding: The group.
+        monitor: A monitor of the group for that rank.
+        error: The error for the other ranks.
+    """
+    if founding.is_served_by_rank_0:
+        return
+    with contextlib.suppress(NoAnswerError, DistError):
+        store = TimedStore(PrefixStore("easydist", founding.reach(_APPEARS_WITHIN, nothing)))
+        monitor.use(store)
+        if monitor.log(WHO).last_of(store, founding.rank) is None:
+            monitor.leave_for_good(error)
 
 
 def _reached(founding: Founding, monitor: Monitor) -> Store:

@@ -79,6 +79,26 @@ def test_survivors_go_on_when_a_rank_fails(tmp_path):
 
 
 @pytest.mark.slow
+def test_survivors_hear_at_once_of_a_rank_that_ended_before_its_first_call(tmp_path):
+    text = """
+import sys
+import easydist
+state = easydist.ProcessState(cpu=True)
+if state.process_index == 1:
+    sys.exit(3)
+try:
+    easydist.gather(state.process_index)
+except easydist.PeerLostError as error:
+    print(error.rank, error.exit_status, str(error).splitlines()[0].partition(" ended ")[2])
+easydist.recover()
+print(easydist.gather(state.process_index).tolist())
+"""
+    out, _ = easydist("run", "--survivors", "-n", "3", script(tmp_path, text))
+    lines = ["1 3 (exit status 3) before its first call", "[0, 1]"]
+    assert sorted(out.splitlines()) == sorted(f"[rank {rank}] {line}" for rank in (0, 2) for line in lines)
+
+
+@pytest.mark.slow
 def test_without_survivors_the_status_is_that_of_the_first_rank(tmp_path):
     text = "import os, sys\nsys.exit(3 + int(os.environ['RANK']))"
     easydist("run", "--survivors", "-n", "2", script(tmp_path, text), status=3)

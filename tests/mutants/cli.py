@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "cli/survivor.py",
+        "_report",
+        "comms.founding is None",
+        "True",
+        "tests/cli/test_run.py -k ended_before_its_first_call",
+    ),
+    Mutant(
         "cli/failures.py",
         "_order",
         "is_no_cause = _is_because_of_others(said[1]) or (was_ended and not _was_ending(failure, said[1]))",
