@@ -143,7 +143,8 @@ def gather(
             must be the same rank of the world.
         group_dst: The same, for any group.
         dim: The dimension along which to concatenate.
-        as_list: Return one tree per rank. Leaves are views of one tensor per leaf; numbers stay Python numbers.
+        as_list: Return one tree per rank. Leaves are views of one tensor per leaf; numbers stay Python numbers. A leaf
+            without dimensions then has none on any rank.
         group: The ranks that take part.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
@@ -203,7 +204,11 @@ class Gather(TreeVerb):
         leaves = leaves_of(self._tensor, self.operation, vectors=True, spec=self._spec)
         dims_of(leaves, self._dim, self.operation)
         arguments: dict[str, Any] = {"dst": self._dst if self._dst is None else index(self._dst)}
-        arguments |= {"dim": self._dim} | ({"as_list": True} if self._as_list else {})
+        arguments["dim"] = self._dim
+        if self._as_list:
+            arguments["as_list"] = True
+            if scalars := [leaves.layout.paths[i] or "the value" for i in _scalars(leaves)]:
+                arguments["scalars"] = scalars  # beside a tensor of another rank they could be given back to neither
         nbytes, payload = leaves.layout.packing.nbytes, small_payload(comms, leaves)
         call = Call(arguments, leaves, self._dim, nbytes, payload, advice=pad_first(self._dim))
         return call if self.gradient is None else self.gradient.ask(call, leaves, comms)
@@ -286,11 +291,15 @@ def _adjoint(gradient: Gradient, rank: int, shapes: Sequence[Shapes], dims: Sequ
 
 def by_rank(leaves: Leaves, results: Indexed, shapes: Sequence[Shapes], dims: Sequence[int], tied: bool) -> list[Tree]:
     """Return each rank's tree, made of views of the concatenated tensors."""
-    indices = leaves.travelling(tied)
+    indices, scalars = leaves.travelling(tied), {*_scalars(leaves)}
     parts = {i: results[i].split([row[i][dims[i]] for row in shapes], dims[i]) for i in indices}
-    scalars = {i for i in indices if np.ndim(leaves.values[i]) == 0}
     rows = [
         {i: parts[i][rank].reshape(()) if i in scalars else parts[i][rank] for i in indices}
         for rank in range(len(shapes))
     ]
     return [leaves.rebuild(row, tied, as_value) for row in rows]
+
+
+def _scalars(leaves: Leaves) -> list[int]:
+    """Return the indices of the leaves without dimensions, which each rank's tree has without dimensions again."""
+    return [i for i, value in enumerate(leaves.values) if np.ndim(value) == 0]

@@ -19,6 +19,13 @@ MUTANTS = [
     ),
     Mutant(
         "verbs/gather.py",
+        "Gather.prepare",
+        'arguments["scalars"] = scalars',
+        "pass",
+        "tests/verbs/test_gather.py -k on_all_ranks_or_on_none",
+    ),
+    Mutant(
+        "verbs/gather.py",
         "Gather._gather",
         "nbytes = lengths if tied else smallest(shapes, leaves.layout.dtypes)",
         "nbytes = lengths",

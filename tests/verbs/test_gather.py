@@ -183,6 +183,19 @@ def test_as_list_keeps_the_ranks_apart(rank, world_size, rows):
     assert got is None if rank != last else [part.shape[1] for part in got] == [*range(world_size)]
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@distributed(world_size=2)
+def test_as_list_takes_a_leaf_without_dimensions_on_all_ranks_or_on_none(rank, rows):
+    """A rank that took the other's rows for a scalar would fail alone, or give them another shape."""
+    with pytest.raises(
+        easydist.DisagreementError, match=r"as_list=True, scalars=\[\"\['x'\]\"\]\) at .*\n  rank 1: .*True\) "
+    ):
+        easydist.gather({"x": torch.ones(rows) if rank else torch.tensor(0.5)}, as_list=True)
+    got = easydist.gather(1.5 if rank else np.float64(0.5), as_list=True)
+    assert got == [0.5, 1.5]
+    assert isinstance(got[1 - rank], float if rank else np.float64)
+
+
 @distributed(world_size=ALL)
 def test_a_scalar_becomes_one_element_per_rank_at_every_world_size(rank, world_size):
     assert easydist.gather(torch.tensor(rank)).tolist() == list(range(world_size))
