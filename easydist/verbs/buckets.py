@@ -146,8 +146,12 @@ def smallest(shapes: Sequence[Shapes], dtypes: Sequence[torch.dtype]) -> list[in
 
 
 def small_payload(comms: Communicators, leaves: Leaves) -> Sequence[torch.Tensor]:
-    """Return the leaves if they may go with the header (small, on the CPU, none tied to another); else nothing."""
-    if comms.size == 1 or leaves.ties is not None or leaves.layout.packing.nbytes > comms.frames.nbytes:
+    """Return the leaves if they may go with the header (small, on the CPU, none tied to another); else nothing.
+
+    Leaves without bytes may be tied: the ranks count bytes to find out whether all data has come with the headers.
+    """
+    nbytes = leaves.layout.packing.nbytes
+    if comms.size == 1 or (leaves.ties is not None and nbytes) or nbytes > comms.frames.nbytes:
         return ()
     return leaves.tensors if leaves.is_cpu else ()
 

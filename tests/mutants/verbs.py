@@ -18,6 +18,13 @@ MUTANTS = [
         "easydist/verbs/buckets.py",
     ),
     Mutant(
+        "verbs/buckets.py",
+        "small_payload",
+        "(leaves.ties is not None and nbytes)",
+        "leaves.ties is not None",
+        "tests/verbs/test_reduce.py -k may_be_tied_on_some_ranks",
+    ),
+    Mutant(
         "verbs/gather.py",
         "Gather.prepare",
         'arguments["scalars"] = scalars',

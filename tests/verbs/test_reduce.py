@@ -241,6 +241,16 @@ def test_empty_trees_and_tensors(rank):
     assert easydist.reduce({"x": torch.empty(0, 3)}, "sum")["x"].shape == (0, 3)
 
 
+@distributed(world_size=2)
+def test_leaves_without_elements_may_be_tied_on_some_ranks(rank):
+    """All data of such a call has come with the headers, on every rank."""
+    for dtype in (torch.float32, torch.int8):
+        one, other = torch.empty(2, 0, 3, dtype=dtype).unbind()
+        got = easydist.reduce([one, other] if rank else [one, one], "sum")
+        assert [part.shape for part in got] == [(0, 3), (0, 3)]
+    assert easydist.gather(rank).tolist() == [0, 1]
+
+
 @distributed(world_size=(1, 2))
 def test_results_are_tensors_of_their_own(rank):
     weight = torch.ones(2, requires_grad=True)
