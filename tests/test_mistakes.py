@@ -1,11 +1,13 @@
 """Mistakes that are easily made, and the texts that they get: what happened, where, and what to do."""
 
 import launching
+import numpy as np
 import pytest
 import torch
 
 import easydist
 from easydist import metrics, tree, weights
+from easydist.comms import ReduceOp
 from easydist.errors import WireError
 from easydist.queue import MessageQueue
 from easydist.testing import distributed
@@ -75,6 +77,18 @@ MISTAKES = {
     "a scale as text": (lambda: easydist.reduce(DATA, "sum", "2"), TypeError("reduce: scale='2' is not a number")),
     "no scale": (lambda: easydist.reduce(DATA, "sum", None), TypeError("reduce: scale=None is not a number")),
     "a complex scale": (lambda: easydist.reduce(DATA, "sum", 1j), TypeError("reduce: scale=1j is not a number")),
+    "a complex scale of NumPy's": (
+        lambda: easydist.reduce(DATA, "sum", np.complex64(1 + 2j)),
+        TypeError("reduce: scale=np.complex64(1+2j) is not a number"),
+    ),
+    "a complex scale in a tensor": (
+        lambda: easydist.reduce(DATA, "sum", torch.tensor(2j)),
+        TypeError("reduce: scale=tensor(0.+2.j) is not a number"),
+    ),
+    "a complex factor": (
+        lambda: easydist.reduce(DATA, ReduceOp.PREMUL_SUM(torch.tensor(2j))),
+        TypeError("reduce: factor=tensor(0.+2.j) is not a number"),
+    ),
     "several scales": (
         lambda: easydist.reduce(DATA, "sum", torch.ones(2)),
         TypeError("reduce: scale=tensor([1., 1.]) is not a number"),
@@ -228,6 +242,14 @@ MISTAKES = {
     "trees that differ": (
         lambda: easydist.concatenate([{"a": torch.ones(1)}, {"b": torch.ones(1)}]),
         ValueError("concatenate: item 1 and item 0 differ in ['a'], ['b']"),
+    "padding with a complex number of NumPy's": (
+        lambda: easydist.pad_across_processes(torch.ones(2), pad_index=np.complex64(1 + 2j)),
+        TypeError("pad_across_processes: pad_index=np.complex64(1+2j) is not a number"),
+    ),
+    "padding with a time span": (
+        lambda: easydist.pad_across_processes(torch.ones(2), pad_index=np.timedelta64(3, "ns")),
+        TypeError("pad_across_processes: pad_index=np.timedelta64(3,'ns') is not a number"),
+    ),
     ),
     "a path and a tree, swapped": (
         lambda: easydist.save("x.safetensors", DATA),

@@ -6,10 +6,13 @@ costs one more comparison.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from operator import index
 from typing import Any, TypeVar
+
+import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,6 +99,28 @@ def integers(name: str, values: Any, what: str) -> list[int]:
         return [index(value) for value in values]
     except TypeError:
         raise TypeError(f"{name}={values!r} is not {what}: pass a list of integers") from None
+
+
+def number(name: str, value: Any) -> int | float:
+    """Return an argument as a real number: that in a tensor or an array of one element, too.
+
+    Args:
+        name: The argument.
+        value: Its value.
+
+    Raises:
+        TypeError: It is not a real number. NumPy would drop an imaginary part, or the unit of a duration.
+
+    Example:
+        >>> number("scale", 1j)
+        Traceback (most recent call last):
+        TypeError: scale=1j is not a number
+    """
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # complex, text; several elements
+        one = value.item() if hasattr(value, "item") else value
+        if not isinstance(one, str | bytes | bytearray) and not isinstance(value, np.timedelta64 | np.datetime64):
+            return one if isinstance(one, int) else float(one)
+    raise TypeError(f"{name}={value!r} is not a number")
 
 
 def dimension(dim: Any) -> int:

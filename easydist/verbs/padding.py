@@ -17,7 +17,7 @@ from easydist import tree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
-from easydist.base.arguments import dimension
+from easydist.base.arguments import dimension, number
 from easydist.base.eager import eager
 from easydist.data.backing import backed
 from easydist.data.leaves import Leaves, as_array
@@ -96,12 +96,10 @@ class _PadAcrossProcesses(TreeVerb):
         self._dim = dimension(self._dim)
         leaves, self._reveal = _leaves_of(self._tensor, self._dim)
         asked = _number(self._pad_index)
-        if not isinstance(asked, int | float | np.number | np.bool_):
-            raise TypeError(f"pad_across_processes: pad_index={asked!r} is not a number")
-        number = int(asked) if float(asked).is_integer() else float(asked)
-        self._filling = number or float(asked)  # for a zero, the float, which may be -0.0
+        shown = int(asked) if float(asked).is_integer() else asked
+        self._filling = shown or float(asked)  # for a zero, the float, which may be -0.0
         _check_filling(leaves, self._filling, self._pad_index)
-        arguments = {"dim": self._dim, "pad_index": number, "pad_first": bool(self._pad_first)}
+        arguments = {"dim": self._dim, "pad_index": shown, "pad_first": bool(self._pad_first)}
         return Call(arguments, leaves, self._dim, any_size=True)
 
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
@@ -132,13 +130,12 @@ def _identity(data: Tree) -> Tree:
     return data
 
 
-def _number(pad_index: Any) -> Any:
+def _number(pad_index: Any) -> int | float:
     """Return a number, taken out of a tensor or an array of one element if necessary."""
-    if not isinstance(pad_index, torch.Tensor | np.ndarray):
-        return pad_index
-    if pad_index.size != 1 if isinstance(pad_index, np.ndarray) else pad_index.numel() != 1:
+    if isinstance(pad_index, torch.Tensor | np.ndarray) and math.prod(pad_index.shape) != 1:
         raise ValueError(f"pad_across_processes: pad_index has to be one number, got {tuple(pad_index.shape)}")
-    return (backed(pad_index, "pad_index") if isinstance(pad_index, torch.Tensor) else pad_index).item()
+    value = backed(pad_index, "pad_index") if isinstance(pad_index, torch.Tensor) else pad_index
+    return number("pad_across_processes: pad_index", value)
 
 
 def _leaves_of(data: Tree, dim: int) -> tuple[Leaves, Callable[[Tree], Tree]]:

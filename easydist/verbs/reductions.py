@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 
+from easydist.base.arguments import number
 from easydist.data.leaves import Leaves
 from easydist.transport.reduce_op import ReduceOp
 
@@ -59,7 +59,7 @@ def named_reduction(reduction: Any, scale: Any) -> tuple[str, float]:
         ... )
         (('sum', 1.0), ('mean', 1.0), ('sum', 1.5))
     """
-    factor = _number(scale)
+    factor = float(number("reduce: scale", scale))
     if isinstance(reduction, str) and (name := reduction.lower()) in OPS:
         return name, factor
     kind = reduction.type if isinstance(reduction, ReduceOp) else getattr(reduction, "op", reduction)
@@ -71,13 +71,6 @@ def named_reduction(reduction: Any, scale: Any) -> tuple[str, float]:
     return _NAMES[told], factor * (_factor(reduction) if told == "PREMUL_SUM" else 1.0)
 
 
-def _number(scale: Any) -> float:
-    with contextlib.suppress(TypeError, ValueError):  # ValueError: several elements
-        if not isinstance(scale, str | bytes):
-            return float(scale)
-    raise TypeError(f"reduce: scale={scale!r} is not a number")
-
-
 def _factor(op: Any) -> float:
     if not isinstance(op, ReduceOp) and not hasattr(op, "op"):
         raise TypeError("reduce: PREMUL_SUM without its factor; pass easydist.comms.ReduceOp.PREMUL_SUM(factor)")
@@ -87,7 +80,7 @@ def _factor(op: Any) -> float:
             f"reduce: the factor of PREMUL_SUM is a tensor of shape {tuple(factor.shape)}; multiply the tree by it, "
             'and reduce the product with "sum"'
         )
-    return float(factor)
+    return float(number("reduce: factor", factor))
 
 
 def check_dtypes(leaves: Leaves, reduction: str) -> None:
