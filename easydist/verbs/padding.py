@@ -226,11 +226,11 @@ def unpad(tensor: T, like: Tree, dim: int = 0, pad_first: bool = False) -> T:
         pad_first: True if the padding comes first.
 
     Returns:
-        A tree of views.
+        A tree of views. Leaves that have no dimension ``dim``, in ``like`` either, are returned unchanged.
 
     Raises:
-        ValueError: ``like`` has other leaves; or a leaf is shorter than its size in ``like``, or has no dimension
-            ``dim``.
+        ValueError: ``like`` has other leaves; or a leaf is shorter than its size in ``like``, or only one of them has a
+            dimension ``dim``.
         TypeError: ``dim`` is not an integer.
 
     Cost: no exchange.
@@ -244,18 +244,20 @@ def unpad(tensor: T, like: Tree, dim: int = 0, pad_first: bool = False) -> T:
     return cut
 
 
-def _sizes(like: Tree, dim: int, paths: list[str]) -> list[int]:
+def _sizes(like: Tree, dim: int, paths: list[str]) -> list[int | None]:
     values, spec = tree.flatten(like, lambda value: isinstance(value, TensorInformation | torch.Tensor | np.ndarray))
     by_path = dict(zip(spec.paths, values, strict=True))
     if differing := by_path.keys() ^ set(paths):
         raise ValueError(f"unpad: the trees differ in {', '.join(sorted(path or 'the root' for path in differing))}")
-    short = [path for path in paths if not -len(by_path[path].shape) <= dim < len(by_path[path].shape)]
-    if short:
-        raise ValueError(f"unpad: {short[0] or 'the tensor'} of like has no dim {dim}")
-    return [by_path[path].shape[dim] for path in paths]
+    shapes = [by_path[path].shape for path in paths]
+    return [shape[dim] if -len(shape) <= dim < len(shape) else None for shape in shapes]
 
 
-def _cut(value: Any, path: str, dim: int, size: int, pad_first: bool) -> Any:
+def _cut(value: Any, path: str, dim: int, size: int | None, pad_first: bool) -> Any:
+    if size is None and _stays(value, dim):
+        return value
+    if size is None:
+        raise ValueError(f"unpad: {path or 'the tensor'} of like has no dim {dim}")
     if not -value.ndim <= dim < value.ndim or not 0 <= size <= value.shape[dim]:
         raise ValueError(
             f"unpad: {path or 'the tensor'} of shape {tuple(value.shape)} has no {size} elements along dim {dim}"

@@ -375,11 +375,22 @@ def test_unpad_takes_off_what_padding_put_on(size, extra, pad_first, dim):
         assert_same(easydist.unpad(padded, like, dim, pad_first), value)
 
 
+def test_unpad_returns_what_padding_leaves_unchanged():
+    data = {"loss": torch.tensor(1.0), "rows": torch.ones(2, 3), "n": 3}
+    padded = data | {"rows": torch.ones(2, 5)}
+    for like in (data, easydist.get_data_structure(data)):
+        assert_same(easydist.unpad(padded, like, dim=1), data)
+
+
 UNPAD_ERRORS = {
     "other leaves": (({"a": torch.ones(2)}, {"b": torch.ones(1)}), "unpad: the trees differ in ['a'], ['b']"),
     "too long": (([torch.ones(2)], 3), "unpad: [0] of shape (2,) has no 3 elements along dim 0"),
     "no such dim": ((torch.ones(2), 1, 1), "unpad: the tensor of shape (2,) has no 1 elements along dim 1"),
-    "like has no such dim": ((torch.ones(2, 2), torch.ones(2), 1), "unpad: "),
+    "like has no such dim": ((torch.ones(2, 2), torch.ones(2), 1), "unpad: the tensor of like has no dim 1"),
+    "only like has such a dim": (
+        (torch.ones(2), torch.ones(2, 2), 1),
+        "unpad: the tensor of shape (2,) has no 2 elements",
+    ),
 }
 
 
