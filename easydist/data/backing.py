@@ -7,6 +7,7 @@ functions first: ``starts`` or ``addresses`` for many tensors at once, ``backed`
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
 from collections.abc import Iterable, Sequence
@@ -34,10 +35,11 @@ def addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
 
     Cost: 0.3 µs for each tensor.
     """
-    if all(map(torch.Tensor.is_contiguous, tensors)):
-        nbytes = [tensor.nbytes for tensor in tensors]
-        if (found := starts(tensors, nbytes)) is not None:
-            return found
+    with contextlib.suppress(RuntimeError):  # a compressed sparse tensor has no strides
+        if all(map(torch.Tensor.is_contiguous, tensors)):
+            nbytes = [tensor.nbytes for tensor in tensors]
+            if (found := starts(tensors, nbytes)) is not None:
+                return found
     return [*map(torch.Tensor.data_ptr, tensors)] if all(map(is_backed, tensors)) else None
 
 

@@ -1,6 +1,7 @@
 """Tensor dicts that do not fit, cannot be sent or cannot be taken: the same error on all sides, and headers."""
 
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -134,6 +135,20 @@ def test_what_json_cannot_say_is_refused_on_all_ranks(rank, src):
     with pytest.raises(RemoteError) as caught:
         easydist.broadcast_tensor_dict({"a": [THING]}, src)
     assert text_of(caught) == f"broadcast_tensor_dict: {said}"
+    works_on(rank)
+
+
+@pytest.mark.parametrize("sparse", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+@distributed(world_size=2)
+def test_a_tensor_that_is_not_dense_is_refused_by_its_path(rank, sparse):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that its compressed sparse tensors are in beta
+        data = {"x": getattr(torch.eye(2), sparse)()}
+    said = r"rank 0: TypeError: leaf \['x'\] is not a dense tensor \(torch\.\w+ on cpu\); pass its dense parts"
+    with pytest.raises(RemoteError, match=said):
+        exchanged(rank, data)
+    with pytest.raises(RemoteError, match=said):
+        easydist.broadcast_tensor_dict(data)
     works_on(rank)
 
 
