@@ -85,6 +85,8 @@ def _cut(value: Any, start: int, stop: int, padding: int | None) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.cat([share, *[last] * padding])
     if isinstance(value, np.ndarray):
-        return np.concatenate([share, *[last] * padding])
+        # NumPy's own function drops masks.
+        join = np.ma.concatenate if isinstance(value, np.ma.MaskedArray) else np.concatenate
+        return join([share, *[last] * padding])
     padded = [*share, *list(last) * padding]
     return tuple(padded) if isinstance(value, tuple) else padded

@@ -158,6 +158,11 @@ def test_padding_keeps_dtype_and_bits(dtype):
     assert_same(shares(value, 2, padding=True), [value[:2], torch.cat([value[2:], value[2:]])])
 
 
+def test_padding_keeps_masks():
+    parts = shares(np.ma.array([1, 2, 3], mask=[True, False, True]), 2, padding=True)
+    assert [part.tolist() for part in parts] == [[None, 2], [None, None]]
+
+
 @pytest.mark.parametrize("value", [7, "text", None, torch.tensor(3), np.float32(1)], ids=repr)
 def test_what_cannot_be_cut_goes_to_everybody(value):
     assert all(share is value for share in shares(value, 3, padding=True))
