@@ -80,6 +80,8 @@ def exactly(value: Any, path: str) -> str:
     """
     if isinstance(value, Set) and not _holds_data(value):
         return f"{type(value).__name__}({', '.join(sorted(exactly(item, path) for item in value))})"
+    if type(value) is tuple:  # in a set; it may contain further sets
+        return f"({', '.join(exactly(item, path) for item in value)})"
     text = described(value, path)
     if type(value) in _BY_REPR or isinstance(value, _NAMED):
         return text

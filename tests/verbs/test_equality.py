@@ -229,6 +229,14 @@ def test_another_call_is_a_disagreement(rank):
     assert not isinstance(caught.value, AssertionError)
 
 
+@distributed(world_size=2)
+def test_sets_are_equal_in_any_order_also_inside_of_tuples(rank):
+    inner = frozenset([0, 8] if rank else [8, 0])  # two numbers of one hash, which keep the order in which they came
+    easydist.assert_equal({"a": {(1, inner)}})
+    with pytest.raises(UnequalError):
+        easydist.assert_equal({"a": {(1, inner, rank)}})
+
+
 @settings(max_examples=40, deadline=None)
 @given(trees(), trees())
 def test_digests_are_equal_exactly_if_the_values_are(one, other):
