@@ -7,6 +7,7 @@ import pickle
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -186,6 +187,14 @@ def test_a_parameter_that_cannot_trade_places_is_an_error_for_all_and_none_does(
     del reference
     with easydist.GatheredParameters(net):
         pass
+
+
+@distributed(world_size=2)
+def test_the_modifier_rank_is_the_same_number_in_any_type(rank, world_size):
+    layer = torch.nn.Linear(2, 1)
+    with easydist.GatheredParameters(layer, modifier_rank=torch.tensor(1) if rank else np.int64(1)):
+        torch.nn.init.constant_(layer.weight, rank)
+    assert layer.weight.tolist() == [[1.0, 1.0]]
 
 
 @distributed(world_size=2)
