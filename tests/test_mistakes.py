@@ -101,6 +101,10 @@ MISTAKES = {
         lambda: easydist.synchronize_rng_states("torch"),
         TypeError("synchronize_rng_states: rng_types='torch' is not a list of names; pass ['torch']"),
     ),
+    "a number in place of a list": (
+        lambda: easydist.synchronize_rng_states(5),
+        TypeError("synchronize_rng_states: rng_types=5 is not a list of names; pass [5]"),
+    ),
     "text in place of tensors": (
         lambda: easydist.gather("abc"),
         TypeError(
@@ -238,10 +242,6 @@ MISTAKES = {
         lambda: easydist.pad_across_processes(torch.ones(2), pad_index="x"),
         TypeError("pad_across_processes: pad_index='x' is not a number"),
     ),
-    "nothing to concatenate": (lambda: easydist.concatenate([]), ValueError("concatenate needs at least one item")),
-    "trees that differ": (
-        lambda: easydist.concatenate([{"a": torch.ones(1)}, {"b": torch.ones(1)}]),
-        ValueError("concatenate: item 1 and item 0 differ in ['a'], ['b']"),
     "padding with a complex number of NumPy's": (
         lambda: easydist.pad_across_processes(torch.ones(2), pad_index=np.complex64(1 + 2j)),
         TypeError("pad_across_processes: pad_index=np.complex64(1+2j) is not a number"),
@@ -250,6 +250,10 @@ MISTAKES = {
         lambda: easydist.pad_across_processes(torch.ones(2), pad_index=np.timedelta64(3, "ns")),
         TypeError("pad_across_processes: pad_index=np.timedelta64(3,'ns') is not a number"),
     ),
+    "nothing to concatenate": (lambda: easydist.concatenate([]), ValueError("concatenate needs at least one item")),
+    "trees that differ": (
+        lambda: easydist.concatenate([{"a": torch.ones(1)}, {"b": torch.ones(1)}]),
+        ValueError("concatenate: item 1 and item 0 differ in ['a'], ['b']"),
     ),
     "a path and a tree, swapped": (
         lambda: easydist.save("x.safetensors", DATA),

@@ -132,7 +132,7 @@ class _SynchronizeRngStates(BroadcastObjectList):
 
     def prepare(self, comms: Communicators) -> Call:
         asked = self._rng_types
-        if isinstance(asked, str):
+        if asked is not None and (isinstance(asked, str) or not isinstance(asked, Iterable)):
             raise TypeError(f"synchronize_rng_states: rng_types={asked!r} is not a list of names; pass [{asked!r}]")
         names = [str(getattr(kind, "value", kind)) for kind in asked or ()]
         known = _generators(self._generator, names)
