@@ -102,7 +102,8 @@ def _at(path: str) -> str:
 def _from_numpy(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
     check_unmasked(array, path)
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    if not native.flags.writeable or any(stride < 0 or stride % native.itemsize for stride in native.strides):
+    size = native.itemsize or 1  # a record without fields has no bytes
+    if not native.flags.writeable or any(stride < 0 or stride % size for stride in native.strides):
         native = native.copy()
     try:
         return torch.from_numpy(native.view(np.ndarray))

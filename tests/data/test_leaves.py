@@ -121,6 +121,10 @@ NOT_DENSE = {
         lambda: np.zeros(2, "M8[s]"),
         "is a NumPy array of datetime64[s], which no tensor can hold; use gather_object or broadcast_object_list",
     ),
+    "records without fields": (
+        lambda: np.zeros(2, []),
+        "is a NumPy array of [], which no tensor can hold; use gather_object or broadcast_object_list",
+    ),
     "time spans": (
         lambda: np.timedelta64(1, "s"),
         "is a NumPy array of timedelta64[s], which no tensor can hold; use gather_object or broadcast_object_list",
