@@ -177,14 +177,17 @@ def _faults(comms: Communicators, headers: Headers) -> dict[int, dict[str, Any]]
 
 
 def _raise_together(comms: Communicators, faults: dict[int, dict[str, Any]], mine: Exception | None) -> NoReturn:
-    """Raise the same error on every rank."""
+    """Raise the same error on every rank. No local may hold it, as its frames and their data would form a cycle."""
     is_common = len(faults) == comms.size and len({one["text"] for one in faults.values()}) == 1
     if mine is not None and is_common and not isinstance(mine, Reported):
-        raise shared(comms, mine)
+        try:
+            raise shared(comms, mine)
+        finally:
+            del mine
     bodies = [one["body"] for one in faults.values() if 0 < one["body"] <= comms.bodies]
     if bodies:  # some ranks have left a body that this one is in, and come to no other exchange in it
         comms.left = min(bodies), shared(comms, RemoteError(fault_text(faults)))
-    raise shared(comms, RemoteError(fault_text(faults))) from mine  # a local would keep the frames in a cycle
+    raise shared(comms, RemoteError(fault_text(faults))) from mine
 
 
 def _disagree(comms: Communicators, operation: str, call: Call) -> NoReturn:

@@ -54,16 +54,15 @@ class Verb(ABC, Generic[R]):
 
     def agree(self, comms: Communicators, check: bool | None) -> Agreement:
         """Exchange the calls of all ranks, and check that they are the same."""
-        prepare = functools.partial(self.prepare if self.refusal is None else self.refuse, comms)
+        prepare = functools.partial(self._prepared, comms)
         trusted = None if self.needs_headers else trust(comms, prepare, check)
         comms.monitor.is_one_way = trusted is not None
         return trusted or agree(comms, self.operation, prepare, check)
 
-    def refuse(self, comms: Communicators) -> Call:
-        """Raise the refusal, if there is one."""
-        if self.refusal is not None:
-            raise self.refusal
-        return Call()
+    def _prepared(self, comms: Communicators) -> Call:
+        if self.refusal is not None:  # a copy, as the refusal itself and this call would hold each other
+            raise type(self.refusal)(*self.refusal.args)
+        return self.prepare(comms)
 
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
         """Raise errors that follow from all ranks' headers, and so are the same on every rank."""

@@ -271,7 +271,10 @@ class Pair:
             there = self._comms.data(torch.device(device)).get_device()
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=there)
             self._wait(channel.move("recv", buffer, device, asked=False))
-        raise known from error
+        try:
+            raise known from error
+        finally:
+            del known, error  # their frames, which hold the data, would be kept in a cycle
 
     def _transfer(
         self,

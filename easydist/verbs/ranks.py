@@ -39,7 +39,7 @@ def named_rank(group: Group, operation: str, name: str, value: Any, group_value:
         is_plain = group_value is None and group is None
         rank = value if is_plain else _member(group, operation, name, value, group_value)
     except (TypeError, ValueError) as error:
-        return error
+        return error.with_traceback(None)  # its frames hold it, once the caller has it in a local
     try:
         return index(rank)  # True selects no row, and NumPy's integers fit no message
     except Exception:  # several ranks, or what ``check_rank`` refuses, where all ranks learn of it
@@ -56,8 +56,7 @@ def named_peer(group: Group, operation: str, name: str, value: Any, group_value:
     if value is UNSET and group_value is None:
         either(operation, name, UNSET, "", UNSET)
     peer = named_rank(group, operation, name, value, group_value)
-    if isinstance(peer, Exception):
-        raise peer
+    _raise_if_error(peer)
     return peer
 
 
@@ -73,12 +72,17 @@ def check_rank(comms: Communicators, name: str, rank: Any) -> None:
         TypeError: ``named_rank`` returned this error, or it is not an integer.
         ValueError: ``named_rank`` returned this error, or the rank is not in the group.
     """
-    if isinstance(rank, Exception):
-        raise rank
+    _raise_if_error(rank)
     if rank is None:
         return
     if not 0 <= integer(name, rank, "a rank") < comms.size:
         raise ValueError(f"{name}={rank} is not a rank of the group, which has {counted(comms.size)}")
+
+
+def _raise_if_error(rank: Any) -> None:
+    """Raise a copy of an error: the call holds the error itself, and would be kept with it and its data in a cycle."""
+    if isinstance(rank, Exception):
+        raise type(rank)(*rank.args)
 
 
 def checked_ranks(comms: Communicators, name: str, ranks: Any) -> list[int]:

@@ -1,7 +1,9 @@
 """One runner for every verb: a rank that fails alone is never waited for until the time is over."""
 
+import contextlib
 import functools
 import gc
+import weakref
 
 import psutil
 import pytest
@@ -243,6 +245,36 @@ def test_a_call_leaves_nothing_to_the_garbage_collector(rank, operation):
             assert gc.collect() == 0
         finally:
             gc.enable()
+
+
+FAILING = {
+    "the same on all ranks": lambda data, rank: easydist.reduce(data, "total"),
+    "a value that cannot be sent": lambda data, rank: easydist.gather_object([data, lambda: None]),
+    "no rank of the group": lambda data, rank: easydist.gather(data, dst=17),
+    "a rank that is named twice": lambda data, rank: easydist.gather(data, dst=0, group_dst=0),
+    "a peer that is named twice": lambda data, rank: easydist.send_object(data, 1, group_dst=1),
+    "a disagreement": lambda data, rank: easydist.gather(data[: 1 + rank], dim=rank),
+    "a message that does not fit": lambda data, rank: (
+        easydist.recv_tensor_dict(0, into={"y": data}) if rank else easydist.send_tensor_dict({"x": data}, 1)
+    ),
+    "inside of vmap": lambda data, rank: torch.vmap(lambda x: easydist.gather({"x": x, "y": data}))(torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+@distributed(world_size=2)
+def test_an_error_keeps_no_data_until_garbage_is_collected(rank, name):
+    """The data of a call that has failed may be most of a GPU's memory."""
+    data = torch.ones(2)
+    gone = weakref.ref(data)
+    gc.disable()
+    try:
+        with contextlib.suppress(TypeError, ValueError, easydist.EasydistError):
+            FAILING[name](data, rank)
+        del data
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

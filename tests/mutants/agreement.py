@@ -62,6 +62,13 @@ MUTANTS = [
     Mutant(
         "agreement/agree.py",
         "_raise_together",
+        "del mine",
+        "pass",
+        "tests/agreement/test_runner.py -k keeps_no_data",
+    ),
+    Mutant(
+        "agreement/agree.py",
+        "_raise_together",
         "len(faults) == comms.size and len(",
         "len(",
         "tests/agreement/test_agree.py::test_the_original_error_is_the_cause_on_the_rank_that_failed",
