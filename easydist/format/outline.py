@@ -9,7 +9,7 @@ A node is JSON's own null, true, number, text, or array (a list), or an object w
 ``{"tuple": […]}``              also ``size`` (``torch.Size``)
 ``{"float": "7ff8…"}``          a number that JSON lacks, as the hexadecimal digits of its bytes; also ``complex``
 ``{"int": "0x…"}``              an integer beyond 64 bits
-``{"bytes": "…"}``              bytes in base64
+``{"bytes": "…"}``              bytes in base64; also ``text`` that JSON would change, as the bytes of its UTF-8
 ``{"dtype": "float32"}``        also ``{"device": "cpu"}``
 ``{"object": 0}``               an object beside the text, by its index there (messages only)
 ``{"parameter": path}``         with ``objects``; ``frozen`` is one without gradient, ``grad`` a tensor with one
@@ -27,6 +27,7 @@ import enum
 import functools
 import json
 import math
+import re
 import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -245,7 +246,7 @@ def _refused(path: str, what: str) -> _Refused:
 def _container(data: Any, nodes: list[Any], steps: list[str], path: str) -> Any:
     if isinstance(data, Mapping):
         keys = list(data.keys())  # a TensorDict iterates over its rows
-        if type(data) is not OrderedDict and all(type(key) is str for key in keys):
+        if type(data) is not OrderedDict and all(type(key) is str and not _is_changed(key) for key in keys):
             return {"dict": dict(zip(keys, nodes, strict=True))}
         pairs = [[_key(key, path), node] for key, node in zip(keys, nodes, strict=True)]
         _check_readable(pairs, path)
@@ -257,6 +258,14 @@ def _container(data: Any, nodes: list[Any], steps: list[str], path: str) -> Any:
     if isinstance(data, tuple):
         return {"size" if type(data) is torch.Size else "tuple": nodes}
     raise _refused(path, f"a {type(data).__name__}")
+
+
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+
+
+def _is_changed(text: str) -> bool:
+    """True if JSON would change a text: it reads both halves of a surrogate pair as the character they stand for."""
+    return not text.isascii() and _PAIR.search(text) is not None
 
 
 def _key(key: Any, path: str) -> Any:
@@ -272,6 +281,8 @@ def _check_readable(pairs: Sequence[Any], path: str) -> None:
 
 def _constant(value: Any, path: str) -> Any:
     if isinstance(value, bool | str | None) and not isinstance(value, enum.Enum):
+        if isinstance(value, str) and _is_changed(value):
+            return {"text": _base64(value.encode("utf-8", "surrogatepass"))}
         return value
     if isinstance(value, int) and not isinstance(value, enum.Enum):
         return int(value) if -(2**63) <= value < 2**63 else {"int": hex(value)}
@@ -280,10 +291,14 @@ def _constant(value: Any, path: str) -> Any:
     if isinstance(value, complex):
         return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
     if isinstance(value, bytes):
-        return {"bytes": base64.b64encode(value).decode()}
+        return {"bytes": _base64(value)}
     if isinstance(value, torch.dtype | torch.device):
         return {"dtype": dtype_name(value)} if isinstance(value, torch.dtype) else {"device": str(value)}
     raise _refused(path, f"a {type(value).__name__}")
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 def decode(
@@ -498,6 +513,7 @@ _CONSTANTS: dict[str, Callable[[str], Any]] = {
     "float": lambda digits: struct.unpack(">d", bytes.fromhex(digits))[0],
     "complex": lambda digits: complex(*struct.unpack(">dd", bytes.fromhex(digits))),
     "bytes": lambda text: base64.b64decode(text, validate=True),
+    "text": lambda text: base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass"),
     "dtype": _DTYPES.__getitem__,
     "device": torch.device,
 }

@@ -139,6 +139,13 @@ def test_every_python_number_comes_back_as_it_was(number, path):
     assert repr(saved_and_loaded([number, {number: 1}], path)) == repr([number, {number: 1}])
 
 
+@pytest.mark.parametrize("text", ["\ud83d\ude00", "😀", "\ude00-\ud83d", "\ud83d", "é\ud83d\ude00é"], ids=ascii)
+def test_text_comes_back_as_it_was_though_json_joins_surrogates(path, text):
+    data = {"x": [text, text.encode("utf-8", "surrogatepass")], text: 1, (text, 1): 2, "😀": torch.ones(1)}
+    assert_same(saved_and_loaded(data, path), data)
+    assert [*saved_and_loaded({text: torch.ones(1), "x": text}, path)] == [text, "x"]
+
+
 def test_names_are_the_paths_of_the_leaves(path):
     data = {"layer": {"weight": torch.ones(2)}, 3: [np.zeros(1), Point(torch.ones(1), 5)], "n": 1}
     easydist.save(data, path)

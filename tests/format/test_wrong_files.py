@@ -66,6 +66,7 @@ def with_structure(path, text, **values):
         ('{"tree": {"device": "moon"}}', "a node 'device' that is not valid"),
         ('{"tree": {"float": "00"}}', "a node 'float' that is not valid"),
         ('{"tree": {"bytes": "?"}}', "a node 'bytes' that is not valid"),
+        ('{"tree": {"text": "/w=="}}', "a node 'text' that is not valid"),
         ('{"tree": {"array": "a"}}', "should be an array, but NumPy has no torch.bfloat16"),
         ('{"tree": {"scalar": "b"}}', r"entry 'b' should be a scalar, but has the shape \(2,\)"),
         ('{"tree": ' + "[" * 102 + "]" * 102 + "}", "nested deeper than 100 containers"),
@@ -91,7 +92,7 @@ nodes = st.recursive(
             st.sampled_from(
                 [
                     *("tensor", "array", "scalar", "dict", "items", "ordered", "fields", "tuple", "size"),
-                    *("float", "complex", "int", "bytes", "dtype", "device", "x"),
+                    *("float", "complex", "int", "bytes", "text", "dtype", "device", "x"),
                 ]
             ),
             child,

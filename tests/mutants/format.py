@@ -11,6 +11,13 @@ MUTANTS = [
         "tests/queue/test_queue.py::test_what_is_not_allow_listed_is_refused_by_both_ends",
     ),
     Mutant(
+        "format/outline.py",
+        "_container",
+        "type(key) is str and not _is_changed(key)",
+        "type(key) is str",
+        "tests/format/test_files.py -k though_json_joins_surrogates",
+    ),
+    Mutant(
         "format/allowlist.py",
         "allow_globals",
         "_allowed.update([_checked(entry) for entry in entries])",
