@@ -340,7 +340,7 @@ MISTAKES = {
     ),
     "a seed as text": (
         lambda: easydist.set_seed("x"),
-        TypeError("set_seed: seed has to be an integer, got 'x' (str); convert it with int(…)"),
+        TypeError("set_seed: seed='x' is not a seed: pass an integer"),
     ),
     "a limit as text": (
         lambda: easydist.ProcessState().main_process_first(timeout="x").__enter__(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import random
 from collections.abc import Callable, Iterable, Sequence
-from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
+from easydist.base.arguments import integer
 from easydist.base.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import ProcessState, communicators
@@ -45,7 +45,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Source: accelerate's ``set_seed``.
     """
-    seed = _integer(seed)
+    seed = integer("set_seed: seed", seed, "a seed")
     if device_specific:
         seed += ProcessState().process_index
     if not -(2**63) <= seed < 2**64:
@@ -55,14 +55,6 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     torch.manual_seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
-
-
-def _integer(seed: Any) -> int:
-    try:
-        return index(seed)
-    except TypeError:
-        text = f"set_seed: seed has to be an integer, got {seed!r} ({type(seed).__name__}); convert it with int(…)"
-        raise TypeError(text) from None
 
 
 class _Generator(NamedTuple):
