@@ -365,6 +365,8 @@ class Leaves:
 
     def aliases(self) -> list[int] | None:
         """Return for each leaf the index of the first one with the same memory; None if all are different."""
+        if self.ties is not None:  # a tensor that was converted was converted for each of its places
+            return aliases([self.tensors[i] for i in self.ties])
         return None if self._starts_differ or self._are_disjoint else aliases(self.tensors)
 
     def write_packed(self, packed: Packed, row: int) -> Tree:

@@ -18,6 +18,13 @@ MUTANTS = [
         "tests/data/test_packing.py",
     ),
     Mutant(
+        "data/leaves.py",
+        "Leaves.aliases",
+        "[self.tensors[i] for i in self.ties]",
+        "self.tensors",
+        "tests/verbs/test_broadcast.py -k may_be_converted_on_some",
+    ),
+    Mutant(
         "data/aliasing.py",
         "overlaps_itself",
         "if stride <= reach:",

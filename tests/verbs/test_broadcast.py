@@ -237,6 +237,21 @@ def test_leaves_that_are_one_on_a_target_only_are_refused_on_all_ranks(rank, wor
         easydist.broadcast(tied if rank else [one + 1, one + 2])
 
 
+@pytest.mark.parametrize("converted", [0, 1])
+@pytest.mark.parametrize("size", [3, 100_000])
+@distributed(world_size=2)
+def test_leaves_that_are_one_on_all_ranks_may_be_converted_on_some(rank, converted, size):
+    """Such a leaf has a copy for each of its places, so its tensors do not share memory."""
+    array = np.full(size, rank, ">f8" if rank == converted else "<f8")
+    tensor = torch.full((size,), 1j + rank)
+    tensor = tensor.conj() if rank == converted else tensor
+    got = easydist.broadcast([array, tensor, array, tensor])
+    assert got[0] is got[2] is array
+    assert got[1] is got[3] is tensor
+    assert (array == 0).all()
+    assert (tensor == (-1j if converted == 0 else 1j)).all()
+
+
 @distributed(world_size=2)
 def test_tied_weights_are_broadcast(rank):
     layer = torch.nn.Linear(3, 3)
