@@ -109,13 +109,13 @@ class Agreement:
         self.uniform = len({*(headers.of_well(headers.variations) if self.absent else headers.variations)}) <= 1
         self.has_payload = frames is not None and headers.nbytes == headers.payload
 
-    def tied_unlike(self, source: int) -> list[int]:
-        """Return the ranks with leaves that share memory in another way than the source's; all have one structure."""
+    def are_tied_unlike(self, source: int) -> bool:
+        """True if leaves of a rank may share memory that the source's do not share; they all have one structure."""
         if self.uniform:
-            return []
-        headers, variations = self._headers, self._headers.variations
-        usual = {*headers.of_well(headers.structure), variations[source]}
-        return [rank for rank in headers.of_well(range(len(variations))) if variations[rank] not in usual]
+            return False
+        headers = self._headers
+        usual = {*headers.of_well(headers.structure), headers.variations[source]}
+        return not usual.issuperset(headers.of_well(headers.variations))
 
     def payload(self, rank: int) -> torch.Tensor:
         """Return the payload of a rank; it starts at a multiple of 16."""

@@ -7,9 +7,10 @@ from typing import Any, overload
 
 import torch
 
-from easydist.agreement.agree import agree
+from easydist.agreement.agree import agree, shared
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
+from easydist.agreement.reports import exchange_json
 from easydist.agreement.runner import run
 from easydist.base.arguments import UNSET, hiding, integer
 from easydist.base.eager import eager
@@ -97,7 +98,8 @@ def broadcast(
 
     Cost: one header exchange, which carries a small tree (32 KiB in small groups), and for a larger tree a broadcast of
     its bytes. If some ranks pass None, two more header exchanges, of which the first carries the structure (one more
-    broadcast if it is larger than 32 KiB), and a broadcast of the tree's bytes even if it is small.
+    broadcast if it is larger than 32 KiB), and a broadcast of the tree's bytes even if it is small. If leaves are one
+    tensor on some ranks and several in the same memory on others, two small exchanges more.
 
     Source: accelerate's ``broadcast``.
     """
@@ -194,11 +196,6 @@ class Broadcast(TreeVerb):
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
         if self._source in agreed.absent and len(agreed.absent) < comms.size > 1:
             raise ValueError(f"{self.operation}: rank {self._source} is the source, but its tree is None")
-        if unlike := agreed.tied_unlike(self._source):
-            raise ValueError(
-                f"{self.operation}: leaves that are one tensor on rank {unlike[0]} are not on rank {self._source}, so "
-                "they cannot hold its values; tie the same leaves on all ranks, or pass copies"
-            )
         if not agreed.absent:  # ranks without a tree learn of one without data from its announcement
             demand_data(agreed.call.tree, self.operation)
         if self.gradient is not None:
@@ -207,13 +204,27 @@ class Broadcast(TreeVerb):
     def exchange(self, comms: Communicators, agreed: Agreement) -> _Arrived | None:
         if len(agreed.absent) == comms.size or comms.size == 1:
             return None
+        if agreed.are_tied_unlike(self._source):
+            self._check_ties(comms, agreed.call.aliases)
         leaves = agreed.call.tree
         if agreed.absent:
-            shared = self._shared(comms, leaves)
-            leaves = shared if agreed.call.absent else leaves
+            own = self._shared(comms, leaves)
+            leaves = own if agreed.call.absent else leaves
         elif agreed.has_payload:
             return leaves, agreed.packed(self._source), False
         return leaves, _move(comms, leaves, agreed.uniform, self._source), agreed.uniform
+
+    def _check_ties(self, comms: Communicators, mine: list[int] | None) -> None:
+        """Check that leaves that share memory on a rank share some on the source, too, as one object or as several."""
+        every = exchange_json(comms, mine)
+        for rank, ties in enumerate(every):
+            source = every[self._source] or range(len(ties or ()))
+            if ties and any(source[i] != source[tie] for i, tie in enumerate(ties)):
+                text = (
+                    f"{self.operation}: leaves that are one tensor on rank {rank} are not on rank {self._source}, so "
+                    "they cannot hold its values; tie the same leaves on all ranks, or pass copies"
+                )
+                raise shared(comms, ValueError(text))
 
     def _shared(self, comms: Communicators, leaves: Leaves) -> Leaves:
         """Return leaves like the source's, also on the ranks that passed None."""

@@ -18,6 +18,13 @@ MUTANTS = [
         "easydist/verbs/buckets.py",
     ),
     Mutant(
+        "verbs/broadcast.py",
+        "Broadcast._check_ties",
+        "every[self._source] or range(len(ties or ()))",
+        "range(len(ties or ()))",
+        "tests/verbs/test_broadcast.py -k one_object_or_several",
+    ),
+    Mutant(
         "verbs/buckets.py",
         "small_payload",
         "(leaves.ties is not None and nbytes)",

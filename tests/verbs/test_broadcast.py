@@ -237,6 +237,24 @@ def test_leaves_that_are_one_on_a_target_only_are_refused_on_all_ranks(rank, wor
         easydist.broadcast(tied if rank else [one + 1, one + 2])
 
 
+@pytest.mark.parametrize("size", [3, 100_000])
+@distributed(world_size=2)
+def test_leaves_in_the_same_memory_may_be_one_object_or_several(rank, size):
+    """A checkpoint holds tied weights as one tensor, ``state_dict`` as two in the same memory."""
+    one, other = (torch.full((size,), float(rank)) for _ in range(2))
+    trees = [one, one, other, one], [one, one.detach(), other, one[:]]
+    for src in (0, 1):
+        for unlike in (0, 1):
+            one.fill_(rank)
+            got = easydist.broadcast(trees[rank == unlike], group_src=src)
+            assert all(new is old for new, old in zip(got, trees[rank == unlike], strict=True))
+            assert (one == src).all()
+    for apart in ([one, one.clone(), other, one], [one, other, other, one]):
+        with pytest.raises(ValueError, match="leaves that are one tensor on rank 1 are not on rank 0"):
+            easydist.broadcast(trees[1] if rank else apart)
+    assert easydist.gather(rank).tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("converted", [0, 1])
 @pytest.mark.parametrize("size", [3, 100_000])
 @distributed(world_size=2)
