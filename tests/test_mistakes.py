@@ -120,7 +120,7 @@ MISTAKES = {
     "a set": (
         lambda: easydist.gather({1, 2}),
         TypeError(
-            "gather: the tree holds no tensor, array or number (the value is builtins.set); use gather_object for "
+            "gather: the tree holds no tensor, array or number (the value is set(1, 2)); use gather_object for "
             "other values"
         ),
     ),

@@ -6,6 +6,7 @@ is described by a text that all ranks compare, and an object with tensors inside
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
 from collections import deque
@@ -41,7 +42,7 @@ _DEPTH, _MOST = 8, 10_000
 def described(value: Any, path: str) -> str:
     """Return a text for a plain value that is equal on all ranks if the value is.
 
-    For an object of an unknown class the text is only the class.
+    For an object of an unknown class, or a set with one, the text is only the class.
 
     Raises:
         TypeError: The value is an iterator, or an object or a set with tensors inside, which would not be sent.
@@ -61,6 +62,9 @@ def described(value: Any, path: str) -> str:
         raise TypeError(f"{path or 'the tree'} is an iterator ({cls.__name__}), which cannot be inspected; pass a list")
     if _holds_data(value):
         raise TypeError(_left_behind(value, path))
+    if isinstance(value, set | frozenset):  # its repr has its items in an order of this process
+        with contextlib.suppress(TypeError):
+            return exactly(value, path)
     if cls.__module__.partition(".")[0] in _STANDARD and not isinstance(value, Set):
         return _ADDRESS.sub("", repr(value))
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -160,6 +160,16 @@ def test_keys_that_print_alike_are_refused_on_all_ranks(rank):
     assert easydist.gather(rank).tolist() == [0, 1]
 
 
+@distributed(world_size=2)
+def test_sets_beside_tensors_are_equal_on_all_ranks_in_any_order(rank):
+    inner = frozenset([0, 8] if rank else [8, 0])  # two numbers of one hash, which keep the order in which they came
+    for same in (set(inner), {"text", (1, inner)}, frozenset(), {object()}):
+        assert easydist.gather({"x": torch.ones(1), "s": same})["s"] is same
+    for other in ({rank}, {(1, frozenset([rank]))}, {rank} | inner):
+        with pytest.raises(DisagreementError, match=r"ranks disagree on 1 of 2 leaves\n  \['s'\]  rank 0: set\("):
+            easydist.gather({"x": torch.ones(1), "s": other})
+
+
 @distributed(world_size=(1, 2))
 def test_many_python_numbers_are_right_and_worth_a_warning(rank, world_size):
     numbers = [[i + rank, float(i), bool(i % 2), complex(i, rank)] for i in range(300)]
