@@ -12,7 +12,7 @@ import contextlib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from easydist.agreement.agree import Reported, agree, text_of, trust
 from easydist.agreement.call import Call
@@ -54,15 +54,14 @@ class Verb(ABC, Generic[R]):
 
     def agree(self, comms: Communicators, check: bool | None) -> Agreement:
         """Exchange the calls of all ranks, and check that they are the same."""
-        prepare = functools.partial(self._prepared, comms)
+        prepare = functools.partial(self.prepare if self.refusal is None else self._refuse, comms)
         trusted = None if self.needs_headers else trust(comms, prepare, check)
         comms.monitor.is_one_way = trusted is not None
         return trusted or agree(comms, self.operation, prepare, check)
 
-    def _prepared(self, comms: Communicators) -> Call:
-        if self.refusal is not None:  # a copy, as the refusal itself and this call would hold each other
-            raise type(self.refusal)(*self.refusal.args)
-        return self.prepare(comms)
+    def _refuse(self, comms: Communicators) -> NoReturn:
+        assert self.refusal is not None
+        raise type(self.refusal)(*self.refusal.args)  # a copy: the refusal itself and this call would hold each other
 
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
         """Raise errors that follow from all ranks' headers, and so are the same on every rank."""
