@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from easydist.base.wording import some
 from easydist.metrics.loader import DistributedLoader
 from easydist.metrics.order import Sharding
 from easydist.metrics.passes import LoaderSteps, existing, passes_of
@@ -66,6 +67,7 @@ def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
         TypeError: It is not a loader.
     """
     if isinstance(loader, DistributedLoader):
+        _check_place(loader.place, (rank, size))
         return Lot(sharding=Sharding(loader.batch_size))  # it repeats no sample, so nothing needs to be counted
     if not isinstance(loader, DataLoader):  # accelerate's loaders report this class
         raise TypeError(f"loader is {type(loader).__name__}, not a DataLoader")
@@ -80,6 +82,8 @@ def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
         if hasattr(part, "num_replicas") and hasattr(part, "total_size"):
             return _strided(loader, part, rank, size)
         if isinstance(part, DistributedBatchSampler):
+            _check_class(part, (DistributedBatchSampler,))
+            _check_place((part.rank, part.world_size), (rank, size))
             return Lot(sharding=Sharding(part.batch_size))
     if total is None:
         raise ValueError(
@@ -120,8 +124,8 @@ def _check_place(found: tuple[int, int], ours: tuple[int, int]) -> None:
     """Make sure that a loader is for this rank, of as many ranks as take part."""
     if found[1] != ours[1]:
         raise ValueError(
-            f"the loader distributes its samples over {found[1]} ranks, but {ours[1]} take part; pass indices=, or "
-            "another group"
+            f"the loader distributes its samples over {some(found[1], 'rank', 'ranks')}, but {ours[1]} take part; pass "
+            "indices=, or another group"
         )
     if found[0] != ours[0]:
         raise ValueError(f"the loader is that of rank {found[0]}, but this is rank {ours[0]}; pass indices=")

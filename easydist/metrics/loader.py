@@ -134,6 +134,11 @@ class DistributedLoader:
         """The number of samples of the epoch that all ranks together have received."""
         return self._here.position
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The rank whose samples these are, and the number of ranks among which they were distributed last."""
+        return self._source.parameters[:2]
+
     def __len__(self) -> int:
         if self.total is None:
             raise TypeError("the dataset of this loader has no length")

@@ -6,13 +6,14 @@ import datetime
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from counting import exchanges
 from groups import no_memory_from
 from torch.utils.data import DataLoader, DistributedSampler
 
 import easydist
 from easydist import MetricCollector, RemoteError, gather_for_metrics
-from easydist.metrics import DistributedBatchSampler
+from easydist.metrics import DistributedBatchSampler, distributed_loader
 from easydist.metrics.joining import Padded
 from easydist.testing import distributed
 from easydist.testing.conformance import MOVED, sample
@@ -170,15 +171,28 @@ def test_ranks_other_than_dst_take_no_memory_for_the_result(rank):
     assert got is None if rank else got[::200_000].tolist() == [0, 1, 2]
 
 
+class Backward(DistributedBatchSampler):
+    """The same batches, the last one first."""
+
+    def __iter__(self):
+        return reversed([*super().__iter__()])
+
+
 @distributed(world_size=2)
 def test_what_says_nothing_of_repeated_samples_is_refused(rank):
     x = torch.ones(2)
     plain, wider = DataLoader(range(4)), DataLoader(range(6), sampler=DistributedSampler(range(6), 3, 0))
     strange = DataLoader(range(4), 2, sampler=DistributedSampler(range(4), 2, rank))
+    of_one = DataLoader(range(4), batch_sampler=DistributedBatchSampler(4, 2, rank=0, world_size=1))
+    alone = distributed_loader(range(4), 2, group=[dist.new_group([r]) for r in range(2)][rank])
+    backward = DataLoader(range(4), batch_sampler=Backward(4, 1))
     for options, said in {
         (): "no loader prepared with accelerate tells",
         (("loader", plain),): "does not tell how it distributes its samples over 2 ranks",
         (("loader", wider),): "the loader distributes its samples over 3 ranks, but 2 take part",
+        (("loader", of_one),): "the loader distributes its samples over 1 rank, but 2 take part",
+        (("loader", alone),): "the loader distributes its samples over 1 rank, but 2 take part",
+        (("loader", backward),): "Backward has an __iter__ of its own, so the order",
         (("total", 5),): r"the ranks have 2, 2 rows, 4 in all, but total is 5",
         (("total", 3),): r"the ranks have 2, 2 rows, 4 in all, but total is 3",
         (("indices", (1, 2, 3)),): "has 2, 2 rows on the ranks, indices has 3, 3",

@@ -138,4 +138,11 @@ MUTANTS = [
         "products * factors",
         "tests/metrics/test_sums.py::test_the_mean_of_a_batch_without_rows_does_not_count",
     ),
+    Mutant(
+        "metrics/known_loaders.py",
+        "lot_of",
+        "        _check_place(loader.place, (rank, size))\n",
+        "",
+        "tests/metrics/test_columns.py::test_what_says_nothing_of_repeated_samples_is_refused",
+    ),
 ]
