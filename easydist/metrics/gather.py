@@ -19,7 +19,7 @@ from easydist.metrics.encoding import lengths_of, nbytes_of, received, travellin
 from easydist.metrics.indices import as_indices, by_index, check_complete
 from easydist.metrics.joining import padded
 from easydist.metrics.known_loaders import lot_of, lot_of_last
-from easydist.metrics.order import Order, in_order, per_rank, rows_text
+from easydist.metrics.order import Order, check_split, in_order, per_rank, rows_text
 from easydist.metrics.tally import Lot, agreed_lot
 from easydist.metrics.windows import AT_ONCE, Destination, Large, moved
 from easydist.state import communicators, together
@@ -267,6 +267,8 @@ class _GatherForMetrics(Gather):
             if sharding is None:
                 _check_total(rows, self._options.total)
                 return None
+            if self._lot.tally is None and sharding.block is not None:
+                check_split(rows, sharding.block)
             return in_order(rows, sharding, has_last)
         except ValueError as error:
             raise ValueError(f"gather_for_metrics: {path}: {error}") from None

@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Order", "Sharding", "check_even", "in_order", "positions", "rows_text"]
+from easydist.data.arithmetic import split_bounds
+
+__all__ = ["Order", "Sharding", "check_even", "check_split", "in_order", "positions", "rows_text"]
 
 Order = torch.Tensor | slice | None
 """The rows of all ranks to keep, as positions in rank order; None: all, unchanged."""
@@ -88,6 +90,26 @@ def check_even(rows: Sequence[int], sharding: Sharding, may_be_last: bool) -> No
         raise ValueError(
             f"{rows_text(rows)}, but the loader's batches have {sharding.block}, as many on every rank; pass one row "
             "per sample, or indices="
+        )
+
+
+def check_split(rows: Sequence[int], block: int) -> None:
+    """Make sure that the ranks have whole blocks, and equal parts of the last step, as ``distributed_loader`` deals.
+
+    Args:
+        rows: The number of rows of each rank.
+        block: The samples of one rank in a step.
+
+    Raises:
+        ValueError: They have not.
+    """
+    size, full = len(rows), max(-(-max(rows) // block) - 1, 0) * block
+    rest = max(sum(rows) - full * size, 0)
+    bounds = [split_bounds(rest, size, rank) for rank in range(size)]
+    if [*rows] != [full + last - first for first, last in bounds]:
+        raise ValueError(
+            f"{rows_text(rows)}, but the loader gives each rank {block} samples in a step, and equal parts of the rest "
+            "in the last; gather one row per sample of one epoch, or pass indices="
         )
 
 

@@ -207,6 +207,19 @@ def test_what_says_nothing_of_repeated_samples_is_refused(rank):
 
 
 @distributed(world_size=2)
+def test_rows_that_a_distributed_loader_cannot_have_dealt_are_refused(rank):
+    loader = distributed_loader(range(5), 2)
+    mine = [*loader]
+    got = gather_for_metrics(torch.cat(mine), loader=loader)
+    assert got.tolist() == [0, 1, 2, 3, 4]
+    for rows in (torch.cat(mine * 2), torch.ones(4 - 2 * rank), torch.ones(1 + rank)):
+        with pytest.raises(ValueError, match="the loader gives each rank 2 samples in a step, and equal parts of the"):
+            gather_for_metrics(rows, loader=loader)
+    assert gather_for_metrics(torch.ones(1 - rank), loader=loader).tolist() == [1]
+    assert gather_for_metrics(torch.ones(0), loader=loader).tolist() == []
+
+
+@distributed(world_size=2)
 def test_a_rank_that_cannot_send_is_an_error_on_all(rank):
     columns = {"x": torch.ones(1), "f": [lambda: 0 if rank else 1] if rank else ["text"]}
     with pytest.raises((TypeError, RemoteError), match="cannot be pickled"):

@@ -145,4 +145,11 @@ MUTANTS = [
         "",
         "tests/metrics/test_columns.py::test_what_says_nothing_of_repeated_samples_is_refused",
     ),
+    Mutant(
+        "metrics/gather.py",
+        "_GatherForMetrics._order",
+        "                check_split(rows, sharding.block)\n",
+        "                pass\n",
+        "tests/metrics/test_columns.py::test_rows_that_a_distributed_loader_cannot_have_dealt_are_refused",
+    ),
 ]
