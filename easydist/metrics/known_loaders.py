@@ -73,6 +73,11 @@ def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
         raise TypeError(f"loader is {type(loader).__name__}, not a DataLoader")
     if size == 1:
         return Lot(sharding=Sharding())
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        raise ValueError(
+            "the loader has in_order=False, so its batches come in another order than their samples; make it with "
+            "in_order=True, or pass indices="
+        )
     if isinstance(loader, _classes("accelerate.data_loader", "DataLoaderDispatcher")):
         return _dispatched(loader, rank, size, total)
     chain = list(_samplers(loader))

@@ -69,8 +69,8 @@ def distributed_loader(
     Raises:
         DisagreementError: The length of the dataset or an argument differs between ranks; or, at the end of an epoch,
             the lengths of the ranks' streams differ.
-        ValueError: ``batch_size`` is below 1, or an iterable dataset is to be shuffled, or read by several workers or
-            by one that persists.
+        ValueError: ``batch_size`` is below 1, ``in_order`` is false, or an iterable dataset is to be shuffled, or read
+            by several workers or by one that persists.
         TypeError: ``sampler`` or ``batch_sampler`` is given, ``DataLoader`` does not have an option, or ``batch_size``
             or ``seed`` is not an integer.
         RemoteError: One of these happened on another rank.
@@ -92,6 +92,11 @@ def distributed_loader(
             raise TypeError(
                 f"distributed_loader: {taken[0]}= is not accepted, because the loader itself splits the samples among "
                 "the ranks"
+            )
+        if not options.get("in_order", True):
+            raise ValueError(
+                "distributed_loader: in_order=False is not accepted, because the position would not tell which samples "
+                "are done"
             )
         arguments: dict[str, Any] = {
             "batch_size": integer("batch_size", batch_size, "a number of samples"),

@@ -185,6 +185,7 @@ def test_what_says_nothing_of_repeated_samples_is_refused(rank):
     strange = DataLoader(range(4), 2, sampler=DistributedSampler(range(4), 2, rank))
     of_one = DataLoader(range(4), batch_sampler=DistributedBatchSampler(4, 2, rank=0, world_size=1))
     alone = distributed_loader(range(4), 2, group=[dist.new_group([r]) for r in range(2)][rank])
+    mixed = DataLoader(range(4), 2, sampler=DistributedSampler(range(4), 2, rank), num_workers=2, in_order=False)
     backward = DataLoader(range(4), batch_sampler=Backward(4, 1))
     for options, said in {
         (): "no loader prepared with accelerate tells",
@@ -192,6 +193,7 @@ def test_what_says_nothing_of_repeated_samples_is_refused(rank):
         (("loader", wider),): "the loader distributes its samples over 3 ranks, but 2 take part",
         (("loader", of_one),): "the loader distributes its samples over 1 rank, but 2 take part",
         (("loader", alone),): "the loader distributes its samples over 1 rank, but 2 take part",
+        (("loader", mixed),): "the loader has in_order=False, so its batches come in another order",
         (("loader", backward),): "Backward has an __iter__ of its own, so the order",
         (("total", 5),): r"the ranks have 2, 2 rows, 4 in all, but total is 5",
         (("total", 3),): r"the ranks have 2, 2 rows, 4 in all, but total is 3",

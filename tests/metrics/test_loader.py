@@ -306,6 +306,14 @@ def test_what_is_no_integer_is_refused_at_once(rank, options, text, dataset):
         distributed_loader(dataset, **(options if rank else {}))
 
 
+@pytest.mark.parametrize("dataset", [Rows(5), Stream(5)], ids=["rows", "stream"])
+@distributed(world_size=2)
+def test_batches_in_another_order_are_refused(rank, dataset):
+    """The position after a step would not tell which samples are done."""
+    with pytest.raises(ValueError, match="in_order=False is not accepted"):
+        distributed_loader(dataset, 2, in_order=False)
+
+
 @distributed(world_size=2)
 def test_ranks_that_share_out_something_else_are_told(rank):
     with pytest.raises(DisagreementError, match=r"total=5.*\n.*total=6"):

@@ -152,4 +152,11 @@ MUTANTS = [
         "                pass\n",
         "tests/metrics/test_columns.py::test_rows_that_a_distributed_loader_cannot_have_dealt_are_refused",
     ),
+    Mutant(
+        "metrics/known_loaders.py",
+        "lot_of",
+        'if loader.num_workers and not getattr(loader, "in_order", True):',
+        "if False:",
+        "tests/metrics/test_columns.py::test_what_says_nothing_of_repeated_samples_is_refused",
+    ),
 ]
