@@ -71,8 +71,9 @@ def gather_for_metrics(
             one that accelerate has prepared, or ``distributed_loader``. None means accelerate's loader that is being
             iterated, and then the rows must be one batch of it; else the only one that has ended, and then they must
             be all of its rows, or the last of them.
-        total: The number of samples, for a loader whose dataset has no length. Without any loader the ranks must have
-            that many rows in all, which are kept in rank order. With ``indices``, each of ``range(total)`` must come.
+        total: The number of samples, for a loader whose dataset has no length. Without a loader, or with one that does
+            not tell how it distributes its samples, the ranks must have that many rows in all, which are kept in rank
+            order. With ``indices``, each of ``range(total)`` must come.
         indices: The index of each row of this rank in the dataset, from 0. No loader is needed. If an index comes
             twice, the first row is kept.
         ragged: Lists with tensors have one item per sample, too, and tensors of several dimensions become lists of one

@@ -93,10 +93,10 @@ def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
     if total is None:
         raise ValueError(
             f"the loader does not tell how it distributes its samples over {size} ranks, so repeated samples would go "
-            "unnoticed; prepare it with accelerate, use distributed_loader or DistributedSampler, or pass total= or "
-            "indices="
+            "unnoticed; prepare it with accelerate, use distributed_loader or DistributedSampler, or pass indices=, or "
+            "total= with all rows in one call"
         )
-    return Lot(sharding=Sharding())
+    return Lot()
 
 
 def _class(module: str, name: str) -> Any:

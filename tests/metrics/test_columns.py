@@ -197,6 +197,7 @@ def test_what_says_nothing_of_repeated_samples_is_refused(rank):
         (("loader", backward),): "Backward has an __iter__ of its own, so the order",
         (("total", 5),): r"the ranks have 2, 2 rows, 4 in all, but total is 5",
         (("total", 3),): r"the ranks have 2, 2 rows, 4 in all, but total is 3",
+        (("loader", plain), ("total", 3)): r"the ranks have 2, 2 rows, 4 in all, but total is 3",
         (("indices", (1, 2, 3)),): "has 2, 2 rows on the ranks, indices has 3, 3",
         (("indices", (0.5, 1.0)),): "indices has to be one integer per row",
     }.items():
