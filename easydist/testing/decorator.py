@@ -36,7 +36,7 @@ def distributed(world_size: int | Sequence[int] = 2, *, timeout: float | None = 
             given = signature.bind(*args, **kwargs).arguments
             size = given.pop("world_size", world_size)
             _refuse_monkeypatch(given)
-            default_pool().run(wrapper, size, timeout=timeout, **given)
+            default_pool().run_with(wrapper, size, (), given, timeout)
 
         vars(wrapper).update(each_rank=fn, __signature__=signature)
         del wrapper.__wrapped__  # pytest would take the signature of the inner function

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -92,6 +92,17 @@ class Pool:
                 notes. Once one rank has failed, the others have two seconds; one that is still stuck then is reported
                 as a ``Stuck`` with its stacks, and the pool's workers are replaced.
         """
+        return self.run_with(fn, world_size, args, kwargs, timeout)
+
+    def run_with(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Do as ``run``, for arguments of any names, ``timeout`` and ``self`` among them."""
         self._grow(world_size)
         workers = self._workers[:world_size]
         store = self._next_store()
@@ -99,7 +110,15 @@ class Pool:
         try:
             for rank, worker in enumerate(workers):
                 task = WorkerCall(
-                    Reference.of(fn), args, kwargs, rank, world_size, store, list(sys.path), _filters(), limit
+                    Reference.of(fn),
+                    tuple(args),
+                    dict(kwargs),
+                    rank,
+                    world_size,
+                    store,
+                    list(sys.path),
+                    _filters(),
+                    limit,
                 )
                 worker.pipe.send(task)
             outcomes = self._collect(workers, limit)

@@ -5,7 +5,7 @@ from mutants.planting import Mutant
 MUTANTS = [
     Mutant(
         "testing/pool.py",
-        "Pool.run",
+        "Pool.run_with",
         "            self._restart()\n            raise\n",
         "            raise\n",
         "tests/testing/test_testing.py::test_a_run_that_was_broken_off_leaves_no_outcomes_for_the_next",
@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "testing/decorator.py",
         "distributed",
-        "size, timeout=timeout, **given",
-        "size, **given",
+        "size, (), given, timeout)",
+        "size, (), given)",
         "tests/testing/test_testing.py::test_the_decorator_passes_its_time_limit_on",
     ),
     Mutant(

@@ -175,9 +175,9 @@ def test_a_forked_child_gets_a_pool_of_its_own_and_leaves_its_parents_alone(monk
 @pytest.mark.parametrize(("given", "told"), [({}, None), ({"timeout": 2.5}, 2.5)])
 def test_the_decorator_passes_its_time_limit_on(monkeypatch, given, told):
     seen = []
-    monkeypatch.setattr(Pool, "run", lambda self, fn, size, **options: seen.append((size, options)))
+    monkeypatch.setattr(Pool, "run_with", lambda self, fn, size, *options: seen.append((size, *options)))
     distributed(world_size=3, **given)(do_nothing)()
-    assert seen == [(3, {"timeout": told})]
+    assert seen == [(3, (), {}, told)]
 
 
 @pytest.mark.slow
@@ -328,6 +328,24 @@ def test_fixtures_and_parameters_reach_every_rank(rank, world_size, factor, tmp_
     (tmp_path / str(rank)).write_text(str(factor * rank))
     easydist.wait_for_everyone()
     assert [(tmp_path / str(r)).read_text() for r in range(world_size)] == [str(factor * r) for r in range(world_size)]
+
+
+class TestMethods:
+    """Methods are tests like functions, with what their fixtures have set."""
+
+    @pytest.fixture(autouse=True)
+    def prepare(self):
+        self.offset = 7
+
+    @distributed(world_size=(1, 2))
+    def test_a_method_runs_on_every_rank(self, rank, world_size):
+        assert easydist.gather_object([self.offset + rank]) == [7 + r for r in range(world_size)]
+
+
+@pytest.mark.parametrize(("timeout", "fn", "args"), [(0.001, 2, 3)])
+@distributed(world_size=2)
+def test_parameters_may_have_any_name(timeout, fn, args):
+    assert (timeout, fn, args) == (0.001, 2, 3)
 
 
 @settings(max_examples=10, deadline=None)
