@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import importlib
 import inspect
+import multiprocessing
 import os
 import pickle
 import signal
@@ -95,6 +96,7 @@ def work(pipe: Connection, stacks: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # a rank without exchanges must not leave while others connect
         torch.set_num_threads(1)
+        multiprocessing.current_process().daemon = False  # it ends with its pool, but may start DataLoader workers
         gc.freeze()  # what the fork server has loaded is then not scanned, and copied, again and again
         while (task := pipe.recv()) is not None:
             sys.path[:] = task.path

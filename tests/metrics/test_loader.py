@@ -1,7 +1,5 @@
 """distributed_loader: the batches of a step, joined in rank order, are the next samples of the dataset."""
 
-import contextlib
-import multiprocessing
 from itertools import chain
 
 import launching
@@ -190,24 +188,15 @@ def test_a_state_of_another_order_is_refused(rank):
     assert loader.epoch == 0
 
 
-@contextlib.contextmanager
-def workers_allowed():
-    """Let this rank start processes; those of the pool are daemons, which may not."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(multiprocessing.current_process()._config, "daemon", False)
-        yield
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "workers"), [(Rows, 2), (Stream, 1)])
 @distributed(world_size=2)
 def test_workers_give_the_same(rank, kind, workers):
     loader = distributed_loader(kind(9), 4, with_indices=True, num_workers=workers, **FORKED)
-    with workers_allowed():
-        for _ in range(2):
-            assert collected(loader) == [list(range(8)), [8]]
-        loader.load_state_dict(loader.state_dict() | {"position": 5})
-        assert collected(loader) == [[5, 6, 7, 8]]
+    for _ in range(2):
+        assert collected(loader) == [list(range(8)), [8]]
+    loader.load_state_dict(loader.state_dict() | {"position": 5})
+    assert collected(loader) == [[5, 6, 7, 8]]
 
 
 @pytest.mark.slow
@@ -216,9 +205,8 @@ def test_workers_that_persist_see_each_epoch(rank):
     loader = distributed_loader(
         Rows(9), 2, shuffle=True, seed=5, with_indices=True, num_workers=1, persistent_workers=True, **FORKED
     )
-    with workers_allowed():
-        for epoch in range(2):
-            assert list(chain(*collected(loader))) == order_of(9, True, epoch)
+    for epoch in range(2):
+        assert list(chain(*collected(loader))) == order_of(9, True, epoch)
 
 
 @distributed(world_size=2)

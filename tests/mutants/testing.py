@@ -73,4 +73,11 @@ MUTANTS = [
         "True",
         "tests/testing/test_broken_communicators.py::test_the_battery_catches_a_broken_one",
     ),
+    Mutant(
+        "testing/worker.py",
+        "work",
+        "multiprocessing.current_process().daemon = False",
+        "multiprocessing.current_process()",
+        "tests/metrics/test_loader.py::test_workers_give_the_same",
+    ),
 ]
