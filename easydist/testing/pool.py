@@ -19,9 +19,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from easydist.testing.worker import Failure, Reference, Skip, WorkerCall, work
+from easydist.testing.worker import Failure, Reference, Verdict, WorkerCall, work
 
 if sys.version_info < (3, 11):
     from exceptiongroup import ExceptionGroup
@@ -126,6 +126,7 @@ class Pool:
             self._restart()
             raise
         failures = [(rank, outcome) for rank, outcome in outcomes if isinstance(outcome, Failure)]
+        failures.sort(key=lambda each: each[1].time)
         if any(failure.fatal for _, failure in failures):
             self._restart()
         if failures:
@@ -252,18 +253,19 @@ def _filters() -> list[tuple[Any, ...]]:
 
 
 def _raise(failures: list[tuple[int, Failure]], world_size: int) -> None:
+    if isinstance(verdict := failures[0][1].error, Verdict):  # others may have failed because this rank has left
+        _end_test(verdict)
+    failures = [(rank, failure) for rank, failure in failures if not isinstance(failure.error, Verdict)]
     for rank, failure in failures:
-        if isinstance(failure.error, Skip):
-            _skip(str(failure.error))
         note = f"on rank {rank} of {world_size}:\n{failure.traceback}"
         vars(failure.error).setdefault("__notes__", []).append(note)  # add_note is new in Python 3.11
     raise ExceptionGroup(f"{len(failures)} of {world_size} ranks failed", [failure.error for _, failure in failures])
 
 
-def _skip(reason: str) -> NoReturn:
+def _end_test(verdict: Verdict) -> None:
     import pytest
 
-    pytest.skip(reason)
+    getattr(pytest, verdict.name)(verdict.reason)
 
 
 _default: Pool | None = None

@@ -11,9 +11,10 @@ import os
 import pickle
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -81,11 +82,12 @@ class WorkerCall:
 
 @dataclass(frozen=True)
 class Failure:
-    """The error of a rank."""
+    """The error of a rank, and when it was noted, by the clock that all processes of the host share."""
 
     error: Exception
     traceback: str
     fatal: bool = False
+    time: float = field(default_factory=time.monotonic)
 
 
 def work(pipe: Connection, stacks: str) -> None:
@@ -147,14 +149,27 @@ def _arguments(fn: Callable[..., Any], task: WorkerCall) -> tuple[tuple[Any, ...
     return (), {**dict(zip(others, task.args, strict=False)), **task.kwargs, **wanted}
 
 
-class Skip(Exception):
-    """A stand-in for pytest's Skipped, which cannot be pickled."""
+class Verdict(Exception):
+    """A stand-in for an exception by which a test says that it is skipped, or expected to fail.
+
+    Attributes:
+        name: The function of pytest that raises it.
+        reason: Its text.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+
+_VERDICTS = {"Skipped": "skip", "SkipTest": "skip", "XFailed": "xfail"}
+"""The names of the exceptions, and of pytest's functions that raise them; pytest need not be installed here."""
 
 
 def _portable(error: BaseException) -> Exception:
     """Return the error itself if it can be pickled, else its text."""
-    if type(error).__name__ == "Skipped":
-        return Skip(getattr(error, "msg", ""))
+    if (name := _VERDICTS.get(type(error).__name__)) is not None:
+        return Verdict(name, str(error))
     try:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:  # a class of the test's own may raise anything

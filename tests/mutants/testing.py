@@ -80,4 +80,11 @@ MUTANTS = [
         "multiprocessing.current_process()",
         "tests/metrics/test_loader.py::test_workers_give_the_same",
     ),
+    Mutant(
+        "testing/pool.py",
+        "_raise",
+        "verdict := failures[0][1].error, Verdict",
+        "verdict := failures[-1][1].error, Verdict",
+        "tests/testing/test_testing.py::test_a_skip_does_not_hide_an_earlier_failure",
+    ),
 ]

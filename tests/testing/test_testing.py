@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+import unittest
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -265,6 +266,45 @@ def test_a_skip_on_a_rank_is_a_skip(where):
     with pytest.raises(pytest.skip.Exception, match="no such thing here"):
         default_pool().run(skip_on, 2, where)
     assert works()
+
+
+def end_one_after_another(ends, rank):
+    """Rank 1 ends when rank 0 has been heard, and leaves the group."""
+    if rank:
+        with pytest.raises(RuntimeError):
+            dist.recv(torch.zeros(1), src=0)
+    ends[rank]()
+
+
+def skip():
+    pytest.skip("not here")
+
+
+def expect_a_failure():
+    pytest.xfail("known")
+
+
+def skip_as_unittest_does():
+    raise unittest.SkipTest("not here")
+
+
+@pytest.mark.parametrize(
+    ("ends", "error"),
+    [
+        ((skip_as_unittest_does, do_nothing), pytest.skip.Exception("not here")),
+        ((expect_a_failure, do_nothing), pytest.xfail.Exception("known")),
+        ((expect_a_failure, skip), pytest.xfail.Exception("known")),
+        ((skip, raise_value_error), pytest.skip.Exception("not here")),  # it may have waited for the one that left
+    ],
+)
+def test_what_the_first_rank_says_of_the_test_holds(ends, error):
+    with pytest.raises(type(error), match=str(error)):
+        default_pool().run(end_one_after_another, 2, ends)
+
+
+def test_a_skip_does_not_hide_an_earlier_failure():
+    (error,) = failures(2, end_one_after_another, (raise_value_error, skip))
+    assert (type(error), str(error)) == (ValueError, "boom")
 
 
 def test_warning_filters_travel():
