@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +110,9 @@ class Pool:
         limit = timeout or self.timeout
         try:
             for rank, worker in enumerate(workers):
+                arguments = _encoded(tuple(args), dict(kwargs))  # for each rank: a tensor's memory is sent once
                 task = WorkerCall(
-                    Reference.of(fn),
-                    tuple(args),
-                    dict(kwargs),
-                    rank,
-                    world_size,
-                    store,
-                    list(sys.path),
-                    _filters(),
-                    limit,
+                    Reference.of(fn), arguments, rank, world_size, store, list(sys.path), _filters(), limit
                 )
                 worker.pipe.send(task)
             outcomes = self._collect(workers, limit)
@@ -242,6 +236,30 @@ def is_whole(dump: str, first: str) -> bool:
         return True
     is_main = bool(main) and main == _IDENT.findall(thread.partition("\n")[0])
     return is_main and thread.endswith((outermost, "\n  ...\n"))  # the dots: more frames than it shows
+
+
+def _encoded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Pickle the arguments for a rank.
+
+    Raises:
+        TypeError: One of them cannot be pickled; the text names it.
+    """
+    try:
+        return bytes(ForkingPickler.dumps((args, kwargs)))
+    except Exception as error:
+        named = [(f"argument {i}", value) for i, value in enumerate(args)] + [(f"{k}=", v) for k, v in kwargs.items()]
+        name = next((name for name, value in named if not _is_portable(value)), "an argument")
+        raise TypeError(
+            f"{name} cannot be pickled, so it cannot be sent to the ranks: {error}; make it in the function itself"
+        ) from error
+
+
+def _is_portable(value: Any) -> bool:
+    try:
+        ForkingPickler.dumps(value)
+    except Exception:  # a class may raise anything
+        return False
+    return True
 
 
 def _filters() -> list[tuple[Any, ...]]:

@@ -62,11 +62,21 @@ class Reference:
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """A call for one rank."""
+    """A call for one rank.
+
+    Attributes:
+        fn: The function.
+        arguments: Its positional and keyword arguments, pickled: the worker imports their classes by ``path``.
+        rank: The rank.
+        world_size: The number of ranks.
+        store: The file of the group's store.
+        path: The caller's ``sys.path``.
+        filters: The caller's warning filters.
+        timeout: The time limit of the run, in seconds.
+    """
 
     fn: Reference
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    arguments: bytes
     rank: int
     world_size: int
     store: str
@@ -136,17 +146,18 @@ def _apply(filters: list[tuple[Any, ...]]) -> None:
 def _arguments(fn: Callable[..., Any], task: WorkerCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the task's arguments, with the rank and the world size if ``fn`` has parameters of these names."""
     given = {"rank": task.rank, "world_size": task.world_size}
+    args, kwargs = pickle.loads(task.arguments)
     try:
         names = list(inspect.signature(fn).parameters)
     except ValueError:  # some built-in functions have no signature
         names = []
     wanted = {name: value for name, value in given.items() if name in names}
     if not wanted:
-        return task.args, task.kwargs
+        return args, kwargs
     others = [name for name in names if name not in wanted]
-    if len(task.args) > len(others):
-        raise TypeError(f"{fn!r} has no parameters for {len(task.args) - len(others)} of {len(task.args)} arguments")
-    return (), {**dict(zip(others, task.args, strict=False)), **task.kwargs, **wanted}
+    if len(args) > len(others):
+        raise TypeError(f"{fn!r} has no parameters for {len(args) - len(others)} of {len(args)} arguments")
+    return (), {**dict(zip(others, args, strict=False)), **kwargs, **wanted}
 
 
 class Verdict(Exception):

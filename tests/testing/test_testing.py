@@ -303,8 +303,9 @@ def test_what_the_first_rank_says_of_the_test_holds(ends, error):
 
 
 def test_a_skip_does_not_hide_an_earlier_failure():
-    (error,) = failures(2, end_one_after_another, (raise_value_error, skip))
-    assert (type(error), str(error)) == (ValueError, "boom")
+    with pytest.raises((ExceptionGroup, pytest.skip.Exception)) as caught:
+        default_pool().run(end_one_after_another, 2, (raise_value_error, skip))
+    assert [(type(error), str(error)) for error in caught.value.exceptions] == [(ValueError, "boom")]
 
 
 def test_warning_filters_travel():
@@ -351,10 +352,18 @@ def test_a_local_function_is_refused():
     assert works()
 
 
-def test_arguments_that_do_not_travel_leave_the_pool_working():
-    with pytest.raises(Exception, match="pickle"):
+def test_arguments_that_do_not_travel_are_named_and_leave_the_pool_working():
+    with pytest.raises(TypeError, match=r"^argument 1 cannot be pickled, so it cannot be sent to the ranks: .*lambda"):
         default_pool().run(fail_on, 2, [], lambda: None)
+    with pytest.raises(TypeError, match=r"^lock= cannot be pickled"):
+        default_pool().run(do_nothing, 2, lock=threading.Lock())
     assert works()
+
+
+def test_an_argument_that_cannot_be_decoded_is_an_error_of_the_ranks():
+    for error in failures(2, len, OneWay(os.getpid())):
+        assert (type(error), str(error)) == (ValueError, "made in another process")
+        assert "in __init__" in error.__notes__[-1]
 
 
 @distributed(world_size=(1, 2))
