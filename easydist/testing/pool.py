@@ -136,6 +136,10 @@ class Pool:
         return str(Path(self._folder.name) / f"store-{self._runs}")
 
     def _grow(self, world_size: int) -> None:
+        for worker in [each for each in self._workers if not each.is_alive()]:
+            self._workers.remove(worker)
+            text = f"{worker.ending()} after its last run, which may have caused it; another one takes its place"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
         while len(self._workers) < world_size:
             self._workers.append(_Worker(self._context, self._folder.name))
 
@@ -184,7 +188,13 @@ class _Worker:
             return self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join(GRACE)
-            return Failure(Died(f"the process ended with exit code {self._process.exitcode}"), "", True)
+            return Failure(Died(self.ending()), "", True)
+
+    def is_alive(self) -> bool:
+        return bool(self._process.is_alive())
+
+    def ending(self) -> str:
+        return f"the process ended with exit code {self._process.exitcode}"
 
     def stacks(self) -> str:
         """Return the current stacks of all its threads."""

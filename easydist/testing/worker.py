@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -13,7 +14,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -101,8 +102,9 @@ class Failure:
 
 
 def work(pipe: Connection, stacks: str) -> None:
-    """Run tasks until there are no more."""
-    with open(stacks, "w") as file:
+    """Run tasks until there are no more, or the process that has the pool has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # between tasks Ctrl-C is for that process only
+    with contextlib.suppress(EOFError, ConnectionResetError), open(stacks, "w") as file:
         faulthandler.dump_traceback(file=file)  # shows the end of later dumps
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -130,11 +132,22 @@ def _outcome(task: WorkerCall) -> Any:
         with warnings.catch_warnings():
             _apply(task.filters)
             args, kwargs = _arguments(fn := task.fn.load(), task)
-            value = fn(*args, **kwargs)
+            with _interruptible():
+                value = fn(*args, **kwargs)
         pickle.dumps(value)
         return value
     except BaseException as error:
         return Failure(_portable(error), trace(error, __file__))
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C reach a task."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _apply(filters: list[tuple[Any, ...]]) -> None:

@@ -87,4 +87,11 @@ MUTANTS = [
         "verdict := failures[-1][1].error, Verdict",
         "tests/testing/test_testing.py::test_a_skip_does_not_hide_an_earlier_failure",
     ),
+    Mutant(
+        "testing/worker.py",
+        "work",
+        "signal.SIG_IGN)",
+        "signal.SIG_DFL)",
+        "tests/testing/test_testing.py::test_ctrl_c_between_runs_is_not_for_the_ranks",
+    ),
 ]

@@ -69,6 +69,28 @@ def test_a_run_that_was_broken_off_leaves_no_outcomes_for_the_next():
         assert pool.run(len, 2, "newer") == [5, 5]
 
 
+@pytest.mark.slow
+def test_ctrl_c_between_runs_is_not_for_the_ranks():
+    with Pool() as pool:
+        pids = pool.run(os.getpid, 2)
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+        assert pool.run(os.getpid, 2) == pids
+        for error in failures(2, signal.raise_signal, signal.SIGINT):
+            assert str(error) == "KeyboardInterrupt: "
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_between_runs_is_replaced_with_a_warning():
+    with Pool() as pool:
+        pids = pool.run(os.getpid, 2)
+        os.kill(pids[0], signal.SIGKILL)
+        pool._workers[0]._process.join()
+        with pytest.warns(RuntimeWarning, match="the process ended with exit code -9 after its last run, which may"):
+            again = pool.run(os.getpid, 2)
+        assert again[0] == pids[1]
+
+
 def rank_and_size(rank, world_size):
     return rank, world_size, dist.get_rank(), dist.get_world_size()
 
