@@ -106,14 +106,12 @@ class Pool:
         """Do as ``run``, for arguments of any names, ``timeout`` and ``self`` among them."""
         self._grow(world_size)
         workers = self._workers[:world_size]
-        store = self._next_store()
-        limit = timeout or self.timeout
+        store, reference = self._next_store(), Reference.of(fn)
+        limit, path = timeout or self.timeout, [*sys.path, *reference.roots()]
         try:
             for rank, worker in enumerate(workers):
                 arguments = _encoded(tuple(args), dict(kwargs))  # for each rank: a tensor's memory is sent once
-                task = WorkerCall(
-                    Reference.of(fn), arguments, rank, world_size, store, list(sys.path), _filters(), limit
-                )
+                task = WorkerCall(reference, arguments, rank, world_size, store, path, _filters(), limit)
                 worker.pipe.send(task)
             outcomes = self._collect(workers, limit)
         except BaseException:  # Ctrl-C, for instance: an outcome that comes later must not count for the next run

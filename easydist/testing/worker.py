@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,15 @@ class Reference:
             raise ValueError(f"{name} cannot be imported by other processes: define it at the top of its module")
         return cls(fn.__module__, name)
 
+    def roots(self) -> list[str]:
+        """Return the folder below which its module is a file of that name, if it is one.
+
+        It need not be in ``sys.path``: pytest's ``--import-mode=importlib`` imports tests by their file.
+        """
+        file, parts = getattr(sys.modules.get(self.module), "__file__", None) or "", self.module.split(".")
+        found = Path(file).with_suffix("").parts if file else ()
+        return [str(Path(*found[: -len(parts)]))] if [*found[-len(parts) :]] == parts else []
+
     def load(self) -> Callable[..., Any]:
         """Import the function, and return it."""
         value: Any = importlib.import_module(self.module)
@@ -71,7 +81,7 @@ class WorkerCall:
         rank: The rank.
         world_size: The number of ranks.
         store: The file of the group's store.
-        path: The caller's ``sys.path``.
+        path: The ``sys.path`` of the rank.
         filters: The caller's warning filters.
         timeout: The time limit of the run, in seconds.
     """

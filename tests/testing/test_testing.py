@@ -1,10 +1,12 @@
 """The pool, the decorator and the battery: they tell the truth about what is broken, and go on working."""
 
+import importlib.util
 import os
 import signal
 import sys
 import threading
 import time
+import types
 import unittest
 import warnings
 from datetime import timedelta
@@ -386,6 +388,20 @@ def test_an_argument_that_cannot_be_decoded_is_an_error_of_the_ranks():
     for error in failures(2, len, OneWay(os.getpid())):
         assert (type(error), str(error)) == (ValueError, "made in another process")
         assert "in __init__" in error.__notes__[-1]
+
+
+def test_a_module_that_was_imported_by_its_file(tmp_path, monkeypatch):
+    """As pytest does with --import-mode=importlib, which leaves sys.path as it is."""
+    file = tmp_path / "aside" / "sized.py"
+    file.parent.mkdir()
+    file.write_text("from aside import other\ndef size(world_size):\n    return world_size, other.__name__")
+    file.with_name("other.py").touch()
+    monkeypatch.setitem(sys.modules, "aside", types.SimpleNamespace(other=None))
+    spec = importlib.util.spec_from_file_location("aside.sized", file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "aside.sized", module)
+    spec.loader.exec_module(module)
+    assert default_pool().run(module.size, 2) == [(2, "aside.other")] * 2
 
 
 @distributed(world_size=(1, 2))
