@@ -36,11 +36,12 @@ def test_each_line_stands_after_its_rank_and_the_script_has_its_arguments(tmp_pa
 
 
 @pytest.mark.slow
-def test_output_that_the_terminal_cannot_show_is_replaced(tmp_path):
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter in the C locale
+def test_output_that_the_terminal_cannot_show_is_replaced(tmp_path, errors):
     text = "import os\nos.write(1, b'caf\\xe9\\n')\nprint('end')"
-    out, err = easydist("run", "-n", "1", script(tmp_path, text), PYTHONIOENCODING="ascii")
+    out, err = easydist("run", "-n", "1", script(tmp_path, text), PYTHONIOENCODING=f"ascii:{errors}")
     assert (out.splitlines(), err) == (["[rank 0] caf?", "[rank 0] end"], "")
-    out, _ = easydist("check", "--help", PYTHONIOENCODING="latin-1")
+    out, _ = easydist("check", "--help", PYTHONIOENCODING=f"latin-1:{errors}")
     assert "torchrun --nnodes 2 ? -m easydist check" in out
 
 

@@ -185,4 +185,11 @@ MUTANTS = [
         "128 + status",
         "tests/cli/test_survivor.py::test_a_signal_is_an_exit_status_as_in_a_shell",
     ),
+    Mutant(
+        "cli/main.py",
+        "_Commands.main",
+        '("strict", "surrogateescape")',
+        '("strict",)',
+        "tests/cli/test_run.py::test_output_that_the_terminal_cannot_show_is_replaced",
+    ),
 ]

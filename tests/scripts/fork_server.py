@@ -117,7 +117,8 @@ if __name__ == "__main__":
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.stdout = open(1, "w", encoding=environment.get("PYTHONIOENCODING"), closefd=False)  # noqa: SIM115
+    encoding, _, errors = environment.get("PYTHONIOENCODING", "").partition(":")
+    sys.stdout = open(1, "w", encoding=encoding or None, errors=errors or None, closefd=False)  # noqa: SIM115
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.excepthook = show
     run(*arguments)
