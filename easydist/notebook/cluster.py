@@ -264,6 +264,10 @@ class Cluster:
         Raises:
             TypeError: A value cannot be pickled.
         """
+        self.push_all(values, ranks)
+
+    def push_all(self, values: Mapping[str, Any], ranks: Collection[int] | None = None) -> None:
+        """Do as ``push``, for values of any names, ``ranks`` among them."""
         from easydist.notebook.values import pack
 
         packed = [pack(value, name) for name, value in values.items()]

@@ -37,7 +37,7 @@ class RankMagics(Magics):
         names, cluster, own = line.replace(",", " ").split(), self._cluster(), self.shell.user_ns
         if missing := [name for name in names if name not in own]:
             raise UsageError(f"%push: the notebook has no {', '.join(missing)}")
-        cluster.push(**{name: own[name] for name in names})
+        cluster.push_all({name: own[name] for name in names})
 
     @line_magic
     def pull(self, line: str) -> Any:
@@ -73,10 +73,10 @@ def chosen(line: str, size: int) -> list[int] | None:
         return None
     ranks: set[int] = set()
     for part in line.replace(",", " ").split():
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) >= size:
+        first, _, last = part.partition("-") if "-" in part else (part, "", part)
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) < size):
             raise _refused(line, size)
-        ranks |= set(range(int(first), int(last or first) + 1))
+        ranks |= set(range(int(first), int(last) + 1))
     if not ranks:
         raise _refused(line, size)
     return sorted(ranks)

@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "notebook/magics.py",
         "chosen",
-        "int(last or first) >= size",
-        "int(last or first) > size",
+        "int(first) <= int(last) < size",
+        "int(first) <= int(last) <= size",
         "tests/notebook/test_output.py::test_a_line_that_names_no_ranks_is_refused",
     ),
     Mutant(
@@ -170,5 +170,12 @@ MUTANTS = [
         "bool(self._loss) or ",
         "",
         "tests/notebook/test_on_ray.py::test_what_a_rank_has_started_ends_with_it",
+    ),
+    Mutant(
+        "notebook/magics.py",
+        "RankMagics.push",
+        "push_all({name: own[name] for name in names})",
+        "push(**{name: own[name] for name in names})",
+        "tests/notebook/test_cells.py::test_values_move_between_the_notebook_and_the_ranks",
     ),
 ]

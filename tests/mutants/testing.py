@@ -89,7 +89,7 @@ MUTANTS = [
     ),
     Mutant(
         "testing/worker.py",
-        "work",
+        "_interruptible",
         "signal.SIG_IGN)",
         "signal.SIG_DFL)",
         "tests/testing/test_testing.py::test_ctrl_c_between_runs_is_not_for_the_ranks",

@@ -150,6 +150,8 @@ def test_values_move_between_the_notebook_and_the_ranks(nb):
     assert "cluster.pull('module', weights_only=False)" in nb.bad("%pull module")
     assert nb.good("len(cluster.pull('module', weights_only=False))").results[0]["text/plain"] == "3"
     assert "the notebook has no nothing" in nb.run("%push nothing").err
+    nb.good("ranks, self = [2], 5\n%push ranks self")  # names that cluster.push has itself
+    assert nb.good("%%ranks\n(ranks, self)").lines == ["ranks 0–2: ([2], 5)"]
 
 
 def test_functions_run_on_the_ranks_with_the_globals_that_they_use(nb):

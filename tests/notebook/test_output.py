@@ -1,10 +1,13 @@
 """The output of several ranks as one text; no process is needed."""
 
+import io
+import sys
+
 import pytest
 
 from easydist.notebook.lines import Flood, Shown, Whole, height
 from easydist.notebook.magics import chosen
-from easydist.notebook.output import Output
+from easydist.notebook.output import Notebook, Output
 
 
 def test_a_line_that_a_rank_writes_again_is_another_line():
@@ -218,6 +221,13 @@ def test_ranks_may_be_named_in_any_way():
     ]
 
 
+def test_what_a_programs_output_cannot_encode_is_replaced(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), encoding="ascii"))
+        Notebook().write("stdout", "ranks 0–1: café\n")
+        assert written.getvalue() == b"ranks 0?1: caf?\n"
+
+
 def test_a_flood_ends_once_lines_have_come_slowly():
     flood = Flood()
     assert not flood.fall(1000.0)
@@ -231,7 +241,7 @@ def test_a_long_line_takes_several_and_a_short_one_one():
     assert [height(text) for text in ("", "a", "a\nb\nc", "x" * 199, "x" * 200, "x" * 200 + "\n")] == [1, 1, 3, 1, 2, 2]
 
 
-@pytest.mark.parametrize("line", ["4", "a", "0,,9", "-1", "3-9", "2 x", "3-1", ","])
+@pytest.mark.parametrize("line", ["4", "a", "0,,9", "-1", "1-", "3-9", "2 x", "3-1", "0 3-1", ","])
 def test_a_line_that_names_no_ranks_is_refused(line):
     with pytest.raises(Exception, match="give ranks between 0 and 3"):
         chosen(line, 4)
