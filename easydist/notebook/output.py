@@ -51,7 +51,10 @@ class Notebook:
         """Write to ``"stdout"`` or ``"stderr"``."""
         other, own = (sys.stderr, sys.stdout) if stream == "stdout" else (sys.stdout, sys.stderr)
         other.flush()
-        own.write(text)
+        try:
+            own.write(text)
+        except UnicodeEncodeError as error:  # the output of a program need not be UTF-8
+            own.write(text.encode(error.encoding, "replace").decode(error.encoding))
         own.flush()
 
     def show(self, kind: str, content: Mapping[str, Any]) -> None:
