@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -38,7 +39,9 @@ _PATIENCE = 1.0
 @click.command(epilog=_EXAMPLE)
 @click.argument("job", metavar="[JOB|PID]", required=False)
 @click.option(
-    "--once", is_flag=True, help="Print the table once and exit; the default if the output is not a terminal."
+    "--once",
+    is_flag=True,
+    help="Print the table once and exit; the default if the output is no terminal, or a dumb one.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and exit.")
 @click.option("--stack", is_flag=True, help="Add the Python stacks of the ranks that are late.")
@@ -56,12 +59,17 @@ def top(job: str | None, once: bool, as_json: bool, stack: bool, on: str | None,
         raise click.UsageError("--on ray shows all jobs: the processes of Ray do not tell which script they run")
     ranks = _on_ray() if on else Ranks(int(job) if job is not None and job.isdecimal() else job)
     try:
-        if once or as_json or not sys.stdout.isatty():
+        if once or as_json or not _can_rewrite():
             _show_once(ranks, as_json, stack)
         else:
             _show_live(ranks, interval, stack)
     finally:
         ranks.close()
+
+
+def _can_rewrite() -> bool:
+    """True if the output is a terminal that can show a table in place of the one before."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def _on_ray() -> ClusterRanks:

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import os
+import pty
 import subprocess
 import sys
 import time
@@ -239,6 +240,19 @@ def test_nobody_is_said():
     said = CliRunner().invoke(main, ["top", "0", "--once"])
     assert said.exit_code == 0
     assert said.output.startswith("None of your processes")
+
+
+@pytest.mark.slow
+def test_a_terminal_that_cannot_be_rewritten_gets_one_table():
+    """It would show nothing at all, until Ctrl-C."""
+    ours, theirs = pty.openpty()
+    try:
+        command = [sys.executable, "-m", "easydist", "top", "0"]
+        subprocess.run(command, stdout=theirs, env=os.environ | {"TERM": "dumb"}, timeout=launching.within(20))
+        assert os.read(ours, 100).startswith(b"None of your processes")
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 STUCK = """
