@@ -165,9 +165,7 @@ class DistributedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self._next.epoch, self._next.position
-        dealt = self._dealt()
-        same = {name: getattr(dealt, name) for name in ("batch_size", "shuffle", "seed", "drop_last")}
-        self._meet("begin_epoch", epoch=epoch, position=start, total=self.total, **same)
+        self._begin(epoch, start)
         here = self._here = _Cursor(epoch, start)
         self._next = _Cursor(epoch, 0)
         self._reading.append(here)
@@ -183,6 +181,17 @@ class DistributedLoader:
         finally:
             self._reading = [place for place in self._reading if place is not here]
             self._here = self._reading[-1] if self._reading else self._here
+
+    def _begin(self, epoch: int, start: int) -> None:
+        """Make sure that all ranks begin the same epoch, and can."""
+        dealt = self._dealt()
+        same = {name: getattr(dealt, name) for name in ("batch_size", "shuffle", "seed", "drop_last")}
+
+        def begun(_: Communicators) -> tuple[None, dict[str, Any]]:
+            self._source.demand_unread()
+            return None, {"epoch": epoch, "position": start, "total": self.total, **same}
+
+        compare(communicators(self._group), "begin_epoch", begun)
 
     def _dealt(self) -> Parameters:
         """Distribute the samples among the ranks that are there now; the loader may be older than their group."""

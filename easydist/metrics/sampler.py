@@ -174,6 +174,9 @@ class Indexed:
         self.parameters = self.parameters._replace(rank=rank, world_size=world_size)
         self._sampler.among(rank, world_size)
 
+    def demand_unread(self) -> None:
+        """Do nothing: the dataset may be read any number of times."""
+
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """Read an epoch, starting at its sample ``start``."""
         sampler = self._sampler
@@ -209,14 +212,28 @@ class Streamed:
         self._shares = _Shares(dataset, parameters)
         finish = functools.partial(_collate_share, collate)
         self._loader = DataLoader(self._shares, batch_size=None, collate_fn=finish, **options)
+        self._is_read = False
 
     def among(self, rank: int, world_size: int) -> None:
         """Distribute the samples of the next epoch among other ranks."""
         self.parameters = self._shares.parameters = self.parameters._replace(rank=rank, world_size=world_size)
 
+    def demand_unread(self) -> None:
+        """Make sure that the stream begins at its beginning.
+
+        Raises:
+            ValueError: It is an iterator that this process has read.
+        """
+        data = self._shares.dataset
+        if self._is_read and isinstance(data, Iterator) and not isinstance(data, IterableDataset):
+            raise ValueError(
+                f"the dataset is a {type(data).__name__}, which can be read once, and has been: make another loader, "
+                "or pass an IterableDataset"
+            )
+
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """Read an epoch, starting at its sample ``start``."""
-        self._shares.start = start
+        self._shares.start, self._is_read = start, not self._loader.num_workers  # a worker reads a copy
         if hasattr(self._shares.dataset, "set_epoch"):
             self._shares.dataset.set_epoch(epoch)
         yield from self._loader

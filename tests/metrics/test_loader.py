@@ -213,7 +213,12 @@ def test_workers_that_persist_see_each_epoch(rank):
 def test_plain_batches_of_plain_lists_and_generators(rank):
     assert [batch.tolist() for batch in distributed_loader([5, 6, 7], 1)] == [[5 + rank], [7][rank:]]
     rows = (i for i in range(3))
-    assert [batch.tolist() for batch in distributed_loader(rows, 1)] == [[rank], [2][rank:]]
+    loader = distributed_loader(rows, 1)
+    assert [batch.tolist() for batch in loader] == [[rank], [2][rank:]]
+    with pytest.raises(
+        ValueError, match="the dataset is a generator, which can be read once, and has been: make another"
+    ):
+        next(iter(loader))
 
 
 @distributed(world_size=2)
