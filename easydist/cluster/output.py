@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import sys
 import threading
@@ -15,6 +16,9 @@ Piece: TypeAlias = tuple[int, str]
 
 _READ = 1 << 16
 """The most bytes of one piece."""
+
+_BREAK = re.compile(rb"\r\n|\n|\r(?!\Z)")
+"""The end of a line, also of a progress bar's; a last carriage return may have its line feed in the next piece."""
 
 _ARRIVES_WITHIN = 2.0
 """Seconds within which the last lines arrive; what children write after the end of their rank is dropped."""
@@ -113,10 +117,10 @@ def _send(reader: int, number: int, sink: Any, rank: int) -> None:
     rest = b""
     with open(reader, "rb", buffering=0) as pipe, contextlib.suppress(ray.exceptions.RayError):
         while chunk := pipe.read(_READ):
-            *lines, rest = (rest + chunk).split(b"\n")
+            *lines, rest = _BREAK.split(rest + chunk)
             if lines:
                 ray.get(sink.put.remote((number, _text(lines, rank))))
-        if rest:
+        if rest := rest.removesuffix(b"\r"):
             ray.get(sink.put.remote((number, _text([rest], rank))))
 
 

@@ -107,6 +107,29 @@ def test_ctrl_c_ends_all_ranks(cluster, tmp_path):
     assert not any(map(psutil.pid_exists, pids))
 
 
+BAR = """
+import os, sys, time
+for text in ("1%", "2%", "3%"):
+    sys.stdout.write(f"\\r{text}")
+    sys.stdout.flush()
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+sys.stdout.write("\\rdone\\r\\n\\nend")
+"""
+
+
+def test_a_progress_bar_shows_as_lines_while_it_grows(cluster, tmp_path):
+    """As on this machine, where torchrun shows its states as lines."""
+    script(tmp_path, BAR)
+    go = tmp_path / "go"
+    process = launching.start(*command(1, "script.py", go), env=environment(cluster), cwd=tmp_path)
+    shown = [process.stdout.readline() for _ in range(3)]
+    go.touch()
+    ((rest, err),) = launching.finished(process)
+    assert process.returncode == 0, err
+    assert "".join([*shown, rest]).replace("[rank 0] ", "").splitlines() == ["", "1%", "2%", "3%", "done", "", "end"]
+
+
 def test_a_script_that_the_nodes_do_not_get_is_refused(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(on_ray, "is_here", lambda nodes: False)
     script(tmp_path, SAYS)
