@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -79,7 +80,8 @@ def dist_sync_fn(result: torch.Tensor, group: Group = None) -> list[torch.Tensor
         group: The participating ranks.
 
     Returns:
-        A list of the ranks' tensors, filled on first access. This rank's own is ``result`` itself.
+        A list of the ranks' tensors, filled on first access; torch's own functions do not see that, and take
+        ``[*found]``. This rank's own is ``result`` itself.
 
     Raises:
         DisagreementError: On first access to the list: the ranks have passed different numbers of states.
@@ -237,24 +239,31 @@ class _Gathered(list[torch.Tensor]):
         super().__init__()
         self._pending: tuple[_StateBucket, int] | None = batch, index
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
+        """Gather the tensors, unless they are here."""
         if self._pending is not None:
             batch, index = self._pending
-            self.extend(batch.row(index))
+            list.extend(self, batch.row(index))
             self._pending = None
 
-    def __len__(self) -> int:
-        self._fill()
-        return super().__len__()
+    def __radd__(self, other: list[Any]) -> list[Any]:
+        return [*other, *self]
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        self._fill()
-        return super().__iter__()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ([*self],)
 
-    def __getitem__(self, index: Any) -> Any:
-        self._fill()
-        return super().__getitem__(index)
 
-    def __repr__(self) -> str:
-        self._fill()
-        return super().__repr__()
+def _filled_first(name: str) -> Callable[..., Any]:
+    """Return a method of lists that fills this one first."""
+
+    @functools.wraps(method := getattr(list, name))
+    def call(gathered: _Gathered, *args: Any, **kwargs: Any) -> Any:
+        gathered.fill()
+        return method(gathered, *args, **kwargs)
+
+    return call
+
+
+_OF_ALL_OBJECTS = {"__eq__", "__ne__", "__repr__"}
+for _name in (vars(list).keys() - vars(object).keys() - {"__class_getitem__"}) | _OF_ALL_OBJECTS:
+    setattr(_Gathered, _name, _filled_first(_name))

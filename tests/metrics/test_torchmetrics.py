@@ -1,6 +1,8 @@
 """torchmetrics' metrics over all ranks: the values of one process and of their own sync, in one exchange."""
 
 import contextlib
+import operator
+import pickle
 import warnings
 
 import pytest
@@ -174,6 +176,24 @@ def test_dist_sync_fn_where_a_rank_has_no_data_keeps_the_dtype(rank):
         metric._update_count = 1  # without a warning
     with metric.sync_context(dist_sync_fn=metric.dist_sync_fn):
         assert (metric.preds.shape, metric.target.dtype) == ((6, CLASSES), torch.int64)
+
+
+@pytest.mark.parametrize(
+    "access",
+    [
+        list,
+        lambda found: found.copy(),
+        lambda found: pickle.loads(pickle.dumps(found)),
+        lambda found: operator.add(found, []),
+        lambda found: operator.add([], found),
+        lambda found: found * 1,
+        reversed,
+    ],
+    ids=["list", "copy", "pickle", "add", "radd", "mul", "reversed"],
+)
+def test_any_access_to_the_tensors_of_all_ranks_gathers_them(access):
+    (found,) = access(easydist.metrics.dist_sync_fn(torch.ones(2)))
+    assert found.tolist() == [1.0, 1.0]
 
 
 @distributed(world_size=2)
