@@ -22,6 +22,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from easydist.base.arguments import integer
 from easydist.testing.worker import Failure, Reference, Verdict, WorkerCall, work
 
 if sys.version_info < (3, 11):
@@ -89,6 +90,8 @@ class Pool:
             The result of ``fn`` on each rank.
 
         Raises:
+            TypeError: ``world_size`` is not an integer, or an argument cannot be pickled.
+            ValueError: ``world_size`` is less than 1, or ``fn`` cannot be found by its name.
             ExceptionGroup: The errors of the ranks, the first failure first, each with its rank and traceback in its
                 notes. Once one rank has failed, the others have two seconds; one that is still stuck then is reported
                 as a ``Stuck`` with its stacks, and the pool's workers are replaced.
@@ -104,6 +107,8 @@ class Pool:
         timeout: float | None = None,
     ) -> list[Any]:
         """Do as ``run``, for arguments of any names, ``timeout`` and ``self`` among them."""
+        if integer("world_size", world_size, "a number of ranks") < 1:
+            raise ValueError(f"world_size={world_size}: at least one rank runs the function")
         self._grow(world_size)
         workers = self._workers[:world_size]
         store, reference = self._next_store(), Reference.of(fn)

@@ -174,6 +174,13 @@ def test_run_returns_what_each_rank_returned(ranks, world_size):
     assert works(world_size)
 
 
+@pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), ("2", TypeError)])
+def test_a_run_needs_a_rank(size, error):
+    """A test on no ranks would pass."""
+    with pytest.raises(error, match=f"world_size={size!r}"):
+        distributed(world_size=[size])(do_nothing)(world_size=size)
+
+
 def test_arguments_without_a_parameter_are_refused():
     for error in failures(2, rank_and_size, 1, 2):
         assert "has no parameters for 2 of 2 arguments" in str(error)
