@@ -202,14 +202,12 @@ class DistributedLoader:
 
     def _meet_at_end(self, here: _Cursor) -> None:
         """Make sure that all ranks' streams were equally long. Their samples are not compared."""
+        told = {"epoch": here.epoch, "position": here.position}
         try:
-            self._meet("end_epoch", epoch=here.epoch, position=here.position)
+            compare(communicators(self._group), "end_epoch", lambda _: (None, told))
         except DisagreementError as error:
             error.args = (f"{error}\n{_DIFFERENT_STREAMS}",)
             raise
-
-    def _meet(self, operation: str, **arguments: Any) -> None:
-        compare(communicators(self._group), operation, lambda _: (None, arguments))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of all ranks after the last yielded batch. It is the same on all ranks.
