@@ -42,6 +42,17 @@ def numbers(ranks: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
+def named(ranks: Iterable[int]) -> str:
+    """Return ranks as text, after the word that fits their number.
+
+    Example:
+        >>> named([1]), named([0, 1, 2, 3]), named([0, 2])
+        ('rank 1', 'ranks 0–3', 'ranks 0, 2')
+    """
+    listed = [*ranks]
+    return f"{'rank' if len(listed) == 1 else 'ranks'} {numbers(listed)}"
+
+
 def duration(seconds: float) -> str:
     """Return a time with three digits, or whole seconds.
 

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from easydist.base.wording import numbers
+from easydist.base.wording import named
 from easydist.cluster.facts import Facts, versions
 from easydist.errors import PeerLostError, RemoteError
 from easydist.liveness import texts
@@ -18,17 +18,6 @@ if TYPE_CHECKING:
 
 _KEPT = "The ranks keep their variables. In the next run() they meet in a new world: wrap models in DDP again."
 _BECAUSE_OF_OTHERS = re.compile(r"RemoteError|PeerLostError|RuntimeError: .*gloo/transport")
-
-
-def named(ranks: Iterable[int]) -> str:
-    """Return ranks as text.
-
-    Example:
-        >>> named([2]), named([0, 1, 3])
-        ('rank 2', 'ranks 0–1, 3')
-    """
-    listed = [*ranks]
-    return f"rank{'s' if len(listed) > 1 else ''} {numbers(listed)}"
 
 
 def raised(failed: Mapping[int, Outcome], facts: Sequence[Facts]) -> RemoteError:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from easydist import settings
 from easydist.base.arguments import integer, integers
+from easydist.base.wording import named
 from easydist.cluster import failures
 from easydist.cluster.actors import Actors, Loan
 from easydist.cluster.signals import interrupt
@@ -262,7 +263,7 @@ class Ranks:
         if self._lost:
             raise failures.all_lost(self._lost, {})
         if busy := self._still_busy():
-            raise RuntimeError(f"run: code on {failures.named(busy)} ignores Ctrl-C: wait, or ranks.restart({busy})")
+            raise RuntimeError(f"run: code on {named(busy)} ignores Ctrl-C: wait, or ranks.restart({busy})")
 
     def _still_busy(self, within: float = 0.0) -> list[int]:
         """Return the ranks that have not ended an interrupted function, even after some seconds."""
@@ -297,13 +298,11 @@ class Ranks:
         """
         again = sorted(range(self.size) if ranks is None else {*integers("ranks", ranks, "a list of ranks")})
         if unknown := [rank for rank in again if not 0 <= rank < self.size]:
-            raise ValueError(f"restart: there is no {failures.named(unknown)}: there are {self.size} ranks")
+            raise ValueError(f"restart: there is no {named(unknown)}: there are {self.size} ranks")
         self._demand_own()
         if away := sorted({*self._lost, *self._still_busy()} - {*again}):
             advice = f"ranks.restart({sorted({*again, *away})})"
-            raise RuntimeError(
-                f"restart: {failures.named(away)} could not join the others, being lost or busy: {advice}"
-            )
+            raise RuntimeError(f"restart: {named(away)} could not join the others, being lost or busy: {advice}")
         self._busy.clear()
         self._meet(self._start(again))
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import zmq
 
+from easydist.base.wording import named
 from easydist.notebook.connection import VALUE
-from easydist.notebook.failures import CellError, CellInterrupted, RankLostError, fitting, named
+from easydist.notebook.failures import CellError, CellInterrupted, RankLostError, fitting
 from easydist.notebook.output import Output
 from easydist.notebook.rank import RankHandle
 from easydist.notebook.status import Pages, Wait, where

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from easydist.base.arguments import integers
-from easydist.base.wording import needs
-from easydist.notebook.failures import RankLostError, fitting, named
+from easydist.base.wording import named, needs
+from easydist.notebook.failures import RankLostError, fitting
 from easydist.notebook.output import Notebook, Output, Sink
 
 if TYPE_CHECKING:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING
 
-from easydist.base.wording import numbers
+from easydist.base.wording import named
 from easydist.errors import PeerLostError, RemoteError
 
 if TYPE_CHECKING:
@@ -65,17 +65,6 @@ class UnsendableError(_Short, TypeError):
 
 class CellInterrupted(_Short, KeyboardInterrupt):
     """The user has interrupted a cell of several ranks."""
-
-
-def named(ranks: Iterable[int]) -> str:
-    """Return ranks as text.
-
-    Example:
-        >>> named([1]), named([0, 1, 2, 3]), named([0, 2])
-        ('rank 1', 'ranks 0–3', 'ranks 0, 2')
-    """
-    listed = [*ranks]
-    return f"{fitting(listed, 'rank', 'ranks')} {numbers(listed)}"
 
 
 def fitting(ranks: Sized, one: str, several: str) -> str:

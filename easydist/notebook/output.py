@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from easydist.notebook.failures import named
+from easydist.base.wording import named
 from easydist.notebook.lines import Flood, Line, Shown, Whole, height
 
 _PATIENCE = 0.15
