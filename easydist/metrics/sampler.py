@@ -12,7 +12,7 @@ from operator import index
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from easydist.base.arguments import integer
 from easydist.base.wording import counted
@@ -167,6 +167,7 @@ class Indexed:
         self.order = {"shuffle": parameters.shuffle, "seed": parameters.seed, "total": self.total}
         self._sampler = DistributedBatchSampler(self.total, **parameters._asdict())
         finish = functools.partial(_collate_numbered, collate)
+        options = options | {"worker_init_fn": _within(options)}
         self._loader = DataLoader(_Numbered(dataset), batch_sampler=self._sampler, collate_fn=finish, **options)
 
     def among(self, rank: int, world_size: int) -> None:
@@ -190,11 +191,23 @@ class _Numbered(Dataset[Any]):
     """A dataset that returns samples together with their numbers."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
 
     def __getitems__(self, indices: list[int]) -> tuple[list[int], list[Any]]:
-        together = getattr(self._dataset, "__getitems__", None)
-        return indices, together(indices) if together and indices else [self._dataset[i] for i in indices]
+        together = getattr(self.dataset, "__getitems__", None)
+        return indices, together(indices) if together and indices else [self.dataset[i] for i in indices]
+
+
+def _within(options: dict[str, Any]) -> Callable[[int], None]:
+    """Return the beginning of a worker: the dataset that it knows is the caller's, as with torch's own loader."""
+    return functools.partial(_begin_worker, options.get("worker_init_fn"))
+
+
+def _begin_worker(begin: Callable[[int], None] | None, number: int) -> None:
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # its own method refuses any change
+    if begin is not None:
+        begin(number)
 
 
 def _collate_numbered(collate: Collate, rows: tuple[list[int], list[Any]]) -> tuple[torch.Tensor, Any]:
@@ -211,6 +224,7 @@ class Streamed:
         self.order: dict[str, Any] = {"total": self.total}
         self._shares = _Shares(dataset, parameters)
         finish = functools.partial(_collate_share, collate)
+        options = options | {"worker_init_fn": _within(options)}
         self._loader = DataLoader(self._shares, batch_size=None, collate_fn=finish, **options)
         self._is_read = False
 

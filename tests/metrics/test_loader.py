@@ -199,6 +199,31 @@ def test_workers_give_the_same(rank, kind, workers):
     assert collected(loader) == [[5, 6, 7, 8]]
 
 
+def skip_a_hundred(number):
+    torch.utils.data.get_worker_info().dataset.first = 100
+
+
+class Shifted(Rows):
+    first = 0
+
+    def __getitem__(self, i):
+        return self.first + i
+
+
+class ShiftedStream(Stream):
+    def __iter__(self):
+        return iter(range(self.first, self.first + self.total))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Shifted, ShiftedStream])
+@distributed(world_size=1)
+def test_a_worker_knows_the_dataset_of_the_caller(kind):
+    """Its worker_init_fn may open a file there, or choose a seed."""
+    options = {"num_workers": 1, "worker_init_fn": skip_a_hundred, **FORKED}
+    assert [batch.tolist() for batch in distributed_loader(kind(3), 2, **options)] == [[100, 101], [102]]
+
+
 @pytest.mark.slow
 @distributed(world_size=2)
 def test_workers_that_persist_see_each_epoch(rank):

@@ -159,4 +159,11 @@ MUTANTS = [
         "if False:",
         "tests/metrics/test_columns.py::test_what_says_nothing_of_repeated_samples_is_refused",
     ),
+    Mutant(
+        "metrics/sampler.py",
+        "_begin_worker",
+        "info.dataset.dataset",
+        "info.dataset",
+        "tests/metrics/test_loader.py::test_a_worker_knows_the_dataset_of_the_caller",
+    ),
 ]
