@@ -29,6 +29,8 @@ def distributed(world_size: int | Sequence[int] = 2, *, timeout: float | None = 
     """
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.iscoroutinefunction(fn):
+            raise TypeError(f"@distributed: {fn.__name__} is async; make it a function that calls asyncio.run")
         signature = _outer_signature(fn, several=not isinstance(world_size, int))
 
         @functools.wraps(fn)

@@ -371,6 +371,16 @@ def test_monkeypatch_is_refused(monkeypatch):
         distributed(world_size=2)(lambda patch: None)(patch=monkeypatch)
 
 
+def test_an_async_function_is_refused():
+    """Nobody would await it."""
+
+    async def waits():
+        pass
+
+    with pytest.raises(TypeError, match="@distributed: waits is async; make it a function that calls"):
+        distributed(world_size=2)(waits)
+
+
 def test_a_local_function_is_refused():
     def local():
         pass
