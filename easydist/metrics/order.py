@@ -94,16 +94,18 @@ def check_even(rows: Sequence[int], sharding: Sharding, may_be_last: bool) -> No
 
 
 def check_split(rows: Sequence[int], block: int) -> None:
-    """Make sure that the ranks have whole blocks, and equal parts of the last step, as ``distributed_loader`` deals.
+    """Make sure that rows of several steps are those of a ``distributed_loader``: blocks, and equal parts at the end.
 
     Args:
         rows: The number of rows of each rank.
         block: The samples of one rank in a step.
 
     Raises:
-        ValueError: They have not.
+        ValueError: They are not.
     """
-    size, full = len(rows), max(-(-max(rows) // block) - 1, 0) * block
+    if max(rows) <= block:
+        return  # of one step, whose rows are in rank order, also if some were left out
+    size, full = len(rows), -(-max(rows) // block) * block - block
     rest = max(sum(rows) - full * size, 0)
     bounds = [split_bounds(rest, size, rank) for rank in range(size)]
     if [*rows] != [full + last - first for first, last in bounds]:
