@@ -309,7 +309,8 @@ def flatten(
         data: The tree.
         is_leaf: Returns True for a leaf; called before containers are opened. By default tensors, NumPy arrays and
             scalars, and Python numbers are leaves.
-        skip: Steps of a path (``"['name']"``, ``".name"``); values there always belong to the structure.
+        skip: Steps of a path (``"['name']"``, ``".name"``), which do not stand for items of a sequence; values there
+            always belong to the structure.
 
     Returns:
         The leaves, in the order in which the containers hold them, and the structure.
@@ -367,7 +368,7 @@ def _flatten(node: Any, path: str, walk: _Walk) -> Any:
         paths.extend([path + name for name in names] if path else names)  # reuse strings, which have cached their hash
         return kind.close, context, slice(first, len(values))
     for name, child in zip(names, children, strict=True):
-        if name in skip:
+        if name in skip and not (name[0] == "[" and isinstance(node, Sequence)):
             nodes.append(_Static(child))
         elif is_leaf(child):  # the same as above, but saves a call
             nodes.append(len(values))

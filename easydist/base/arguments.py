@@ -109,6 +109,7 @@ def number(name: str, value: Any) -> int | float:
         value: Its value.
 
     Raises:
+        OverflowError: It is an integer beyond all floats.
         TypeError: It is not a real number. NumPy would drop an imaginary part, or the unit of a duration.
 
     Example:
@@ -119,8 +120,18 @@ def number(name: str, value: Any) -> int | float:
     with contextlib.suppress(TypeError, ValueError, RuntimeError):  # complex, text; several elements
         one = value.item() if hasattr(value, "item") else value
         if not isinstance(one, str | bytes | bytearray) and not isinstance(value, np.timedelta64 | np.datetime64):
-            return one if isinstance(one, int) else float(one)
+            real = _as_float(name, one)
+            return one if isinstance(one, int) else real
     raise TypeError(f"{name}={value!r} is not a number")
+
+
+def _as_float(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise OverflowError(
+            f"{name} is an integer of {int(value).bit_length()} bits, which no tensor can hold"
+        ) from None
 
 
 def dimension(dim: Any) -> int:

@@ -145,6 +145,11 @@ def test_skip_keys_holds_at_any_depth(skip):
     assert got["in"][0]["x"].device.type == "meta"
 
 
+def test_a_number_among_skip_keys_is_a_key_and_no_position():
+    got = easydist.send_to_device([torch.ones(1), {0: torch.ones(1), 1: (torch.ones(1),)}], "meta", skip_keys=[0])
+    assert [got[0].device.type, got[1][0].device.type, got[1][1][0].device.type] == ["meta", "cpu", "meta"]
+
+
 def test_skip_keys_does_not_reach_into_objects_that_have_to():
     got = easydist.send_to_device(
         {"x": batch_encoding(), "y": model_output()}, "meta", skip_keys=["input_ids", "logits"]
