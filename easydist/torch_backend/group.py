@@ -236,8 +236,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         if any(tensor.layout is torch.sparse_coo for tensor in tensors):
             return self._all([self._add_up(tensor, op) for tensor in tensors])
         targets = [Filled(tensor, filled=True) for tensor in tensors]
-        reduce = functools.partial(self._reduce_all, targets, op)
-        return self._begin("all_reduce", _about(targets, None, op), reduce, targets)
+        return self._each("all_reduce", targets, functools.partial(self._reduce, op), None, op)
 
     allreduce_coalesced = allreduce
 
@@ -270,9 +269,9 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     @overloaded(1)
     def broadcast(self, tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set in place ``tensor = tensor of the root``."""
-        targets, root = [Filled(tensor, filled=True) for tensor in tensors], self._root("broadcast", opts)
-        spread = functools.partial(self._broadcast_all, all_bytes(targets), root)
-        return self._begin("broadcast", _about(targets, root), spread, targets)
+        root = self._root("broadcast", opts)
+        spread = lambda flat: [self._backend.broadcast(as_bytes(flat), root)]  # noqa: E731
+        return self._each("broadcast", [Filled(tensor, filled=True) for tensor in tensors], spread, root)
 
     @overloaded(2, 1)
     def gather(self, output_tensors: Sequence[TensorList], input_tensors: TensorList, opts: Any = None) -> GroupWork:
@@ -323,8 +322,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         op, root = reduction("reduce", opts, tensors), self._root("reduce", opts)
         is_root = root == self.rank()
         targets = [Filled(t, filled=True) if is_root else Filled(dense(t).clone(), filled=True) for t in tensors]
-        reduce = functools.partial(self._reduce_all, targets, op)
-        return self._begin("reduce", _about(targets, root, op), reduce, targets)
+        return self._each("reduce", targets, functools.partial(self._reduce, op), root, op)
 
     @overloaded(1, 2)
     def reduce_scatter(
@@ -444,18 +442,29 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         while len(self._held) > _MOST_HELD and self._held[0].is_completed():
             self._held.pop(0)
 
-    def _reduce_all(self, targets: Sequence[Filled], op: ReduceOp) -> Sequence[Begun]:
-        flats = [target.dense.view(-1) for target in targets]
+    def _each(
+        self,
+        operation: str,
+        targets: Sequence[Filled],
+        move: Callable[[torch.Tensor], Sequence[Begun]],
+        root: int | None = None,
+        op: ReduceOp | None = None,
+    ) -> GroupWork:
+        """Begin an operation for each tensor: the ranks compare every one of them."""
+        starts = [functools.partial(move, target.dense.view(-1)) for target in targets]
+        works = [
+            self._begin(operation, (t.dense, root, op), start, [t]) for t, start in zip(targets, starts, strict=True)
+        ]
+        return works[0] if len(works) == 1 else self._all(works)
+
+    def _reduce(self, op: ReduceOp, flat: torch.Tensor) -> Sequence[Begun]:
         if op.is_scaled:
-            return [self._backend.all_reduce_from(flat, op.scaled(flat), ReduceOp.SUM) for flat in flats]
-        return [self._backend.all_reduce(flat, op) for flat in flats]
+            return [self._backend.all_reduce_from(flat, op.scaled(flat), ReduceOp.SUM)]
+        return [self._backend.all_reduce(flat, op)]
 
     def _add_up(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
         works, write = add_up(tensor, op, self.size(), self.all_gather_single, self.allgather)
         return self._all(works, [tensor], write)
-
-    def _broadcast_all(self, flats: TensorList, root: int) -> Sequence[Begun]:
-        return [self._backend.broadcast(flat, root) for flat in flats]
 
     def _swap(self, operation: str, outputs: TensorList, inputs: TensorList, targets: Sequence[Filled]) -> GroupWork:
         mine = self.rank()
@@ -557,7 +566,3 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 def _fit(whole: torch.Tensor, part: torch.Tensor, count: int = 1) -> bool:
     """True if one tensor holds as much as several of another; bytes of another dtype would be other values."""
     return whole.dtype == part.dtype and whole.nbytes == count * part.nbytes
-
-
-def _about(targets: Sequence[Filled], root: int | None = None, op: ReduceOp | None = None) -> About:
-    return targets[0].dense if targets else None, root, op

@@ -5,6 +5,13 @@ from mutants.planting import Mutant
 MUTANTS = [
     Mutant(
         "torch_backend/group.py",
+        "SharedMemoryGroup._each",
+        "(t.dense, root, op)",
+        "(targets[0].dense, root, op)",
+        "tests/torch_backend/test_differing_calls.py::test_each_tensor_of_a_list_is_compared",
+    ),
+    Mutant(
+        "torch_backend/group.py",
         "SharedMemoryGroup._begin",
         "None if isinstance(error, Exception) else error",
         "None",

@@ -73,6 +73,15 @@ def test_a_call_with_another_tensor(name, rank, world_size):
         demand_one_error(lambda other=other: differ(other), group)
 
 
+@distributed(world_size=[2, 3])
+def test_each_tensor_of_a_list_is_compared(rank, world_size):
+    """``int32`` of one rank would be the bytes of another one's ``float32``."""
+    group = dist.new_group(backend=NAME)
+    second = torch.ones(4, dtype=torch.int32 if rank == world_size - 1 else torch.float32)
+    text = demand_one_error(lambda: group.allreduce_coalesced([torch.ones(4), second]).wait(), group)
+    assert "all_reduce(4 elements of int32, SUM)" in text
+
+
 def gathers_unevenly(rank, group, size):
     parts = [torch.empty(r + 1) for r in range(size)]
     dist.all_gather(parts, torch.full((rank + 1,), float(rank)), group=group)
