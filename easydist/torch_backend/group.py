@@ -433,7 +433,10 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Combine several works into one, which counts as another work of the group; by default with their result."""
         self._under_way.append(None)
         result = [tensor for work in works for tensor in work.tensors] if tensors is None else tensors
-        return GroupWork(works[0].operation if works else "", works, result, self, finish)
+        combined = GroupWork(works[0].operation if works else "", works, result, self, finish)
+        if self._batch is not None:  # torch drops this work, and waits for the batch
+            self._batch = [one for one in self._batch if one not in works] + [combined]
+        return combined
 
     def _let_go(self) -> None:
         """Release works that have ended. If there are too many, check whether the oldest have ended."""

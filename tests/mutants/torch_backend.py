@@ -5,6 +5,14 @@ from mutants.planting import Mutant
 MUTANTS = [
     Mutant(
         "torch_backend/group.py",
+        "SharedMemoryGroup._all",
+        "[one for one in self._batch if one not in works] + [combined]",
+        "self._batch",
+        "tests/torch_backend/test_process_group.py::test_a_coalesced_sum_of_sparse_tensors_is_written "
+        "tests/torch_backend/test_process_group.py::test_nothing_is_held_after_the_end",
+    ),
+    Mutant(
+        "torch_backend/group.py",
         "SharedMemoryGroup._each",
         "(t.dense, root, op)",
         "(targets[0].dense, root, op)",

@@ -360,7 +360,7 @@ def test_work_and_future(rank):
 
 @distributed(world_size=2)
 def test_nothing_is_held_after_the_end(rank):
-    made = group()
+    made, gather_single = group(), getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def begun(operation):
         tensors = [torch.ones(3), torch.ones(3)]
@@ -373,15 +373,30 @@ def test_nothing_is_held_after_the_end(rank):
                 dist.all_reduce(tensor, group=made)
         return [batch]
 
+    def gathered(tensors):
+        with dist._coalescing_manager(made, torch.device("cpu"), async_ops=True) as batch:
+            for tensor in tensors:
+                gather_single(tensor.new_empty(6), tensor, group=made)
+        return [batch]
+
     def each(tensors):
         return [dist.all_reduce(tensor, group=made, async_op=True) for tensor in tensors]
 
-    for operation in (each, coalesced, each):
+    for operation in (each, coalesced, gathered, each):
         works, tensors = begun(operation)
         for work in works:
             work.wait()
         del works, work
         assert [tensor() for tensor in tensors] == [None, None]
+
+
+@distributed(world_size=2)
+def test_a_coalesced_sum_of_sparse_tensors_is_written(rank):
+    made, own = group(), torch.sparse_coo_tensor([[rank, 2]], torch.ones(2), (3,), check_invariants=True)
+    with dist._coalescing_manager(made, torch.device("cpu"), async_ops=True) as batch:
+        dist.all_reduce(own, group=made)
+    batch.wait()
+    assert own.to_dense().tolist() == [1, 1, 2]
 
 
 @distributed(world_size=2)
