@@ -17,7 +17,7 @@ from easydist.agreement.runner import Verb, run
 from easydist.base.torch_private import is_zerotensor
 from easydist.data.aliasing import sharing
 from easydist.data.backing import backed, is_backed, mark_written
-from easydist.data.leaves import as_tensor, unwritable
+from easydist.data.leaves import as_tensor
 from easydist.data.packing import dtype_name, sort_key
 from easydist.errors import DisagreementError
 from easydist.groups.communicators import Communicators
@@ -29,7 +29,7 @@ from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Packet, ScheduledEntry, UnderWay, schedule
 from easydist.weights.shards import is_tensor, local
 from easydist.weights.source import packed
-from easydist.weights.spans import Destinations, Span, span_at, span_of
+from easydist.weights.spans import Destinations, Span, check_writable, span_at, span_of
 
 __all__ = ["Resharding"]
 
@@ -169,9 +169,7 @@ class _Planning(Verb[dict[str, list[BlockTransfer]]]):
 
     def prepare(self, comms: Communicators) -> Call:
         found = [_spans(given) for given in self._given]
-        for name, (span, _) in found[1].items():
-            if reason := unwritable(span.tensor):
-                raise ValueError(f"[{name!r}] {reason}, so it cannot be written in place")
+        check_writable({name: span for name, (span, _) in found[1].items()})
         for name, (span, shape) in found[0].items():
             if is_zerotensor(span.tensor):
                 found[0][name] = span_at(span.tensor.clone(), span.box), shape

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from easydist import memory
 from easydist.base.torch_private import foreach_copy
 from easydist.data import packing
+from easydist.data.leaves import Leaves
 from easydist.typing import Device
 from easydist.weights.blocks import Block, common, whole
 from easydist.weights.schedule import BlockPart, Packet
-from easydist.weights.shards import LocalShard, box_of, local
+from easydist.weights.shards import LocalShard, box_of, local, memory_of
 from easydist.weights.source import PINS
 
 _CPU = torch.device("cpu")
@@ -60,6 +61,20 @@ def span_of(value: torch.Tensor | LocalShard, name: str) -> Span:
     tensor = local(value).detach()
     is_whole = tensor.shape == value.shape and not isinstance(value, LocalShard)
     return span_at(tensor, whole(tensor.shape) if is_whole else box_of(value, name))
+
+
+def check_writable(spans: Mapping[str, Span]) -> None:
+    """Check that the tensors of these entries can be written in place, none through another one.
+
+    Raises:
+        ValueError: One cannot, or two share a part of their memory, or all of it for different blocks.
+    """
+    first: dict[Any, tuple[Block, str]] = {}
+    for name, span in spans.items():
+        box, other = first.setdefault(memory_of(span.tensor), (span.box, name))
+        if box != span.box:
+            raise ValueError(f"[{other!r}] and [{name!r}] share memory, but are different parts of a tensor")
+    Leaves({name: span.tensor for name, span in spans.items()}).check_writable()
 
 
 def span_at(tensor: torch.Tensor, box: Block) -> Span:

@@ -23,7 +23,7 @@ from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Packet
 from easydist.weights.shards import is_tensor, local, memory_of
 from easydist.weights.source import Filter, Rename, layout_key, named
-from easydist.weights.spans import Destinations, Span, new, span_of
+from easydist.weights.spans import Destinations, Span, check_writable, new, span_of
 
 
 class Wanted(NamedTuple):
@@ -168,21 +168,16 @@ class Target:
             [], {(self._manifest.index[key], self._manifest.entry(key).dtype): [] for key in self._manifest.extra()}
         )
         seen: set[tuple[int, Any]] = set()
-        boxes: dict[Any, tuple[Block, str]] = {}
-        written: dict[str, torch.Tensor] = {}
+        spans: dict[str, Span] = {}
         for name in self._coming:
             if (i := self._entry(name)) is None:
                 continue
             value = self._mine.get(name)
             if self._into.is_writable(name):
-                span = span_of(self._mine[name], name)
-                box, other = boxes.setdefault(memory := memory_of(span.tensor), (span.box, name))
-                if box != span.box:
-                    raise ValueError(f"[{other!r}] and [{name!r}] share memory, but are different parts of a tensor")
-                if (i, memory) not in seen:  # else tied here as on the source
-                    seen.add((i, memory))
+                spans[name] = span = span_of(self._mine[name], name)
+                if (place := (i, memory_of(span.tensor))) not in seen:  # else tied here as on the source
+                    seen.add(place)
                     fit.written.append((i, name, span.is_plain))
-                    written[name] = span.tensor
                 continue
             if isinstance(value, torch.Tensor) and is_sharded(value):
                 raise ValueError(
@@ -190,7 +185,7 @@ class Target:
                 )
             dtype = self._manifest.entries[i].dtype if value is None else value.dtype
             fit.made.setdefault((i, dtype), []).append(name)
-        Leaves(written).check_writable()
+        check_writable(spans)
         return fit
 
     def parts(self) -> dict[str, Block | None]:

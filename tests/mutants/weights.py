@@ -4,6 +4,20 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "weights/resharding.py",
+        "_Planning.prepare",
+        "check_writable({name: span for name, (span, _) in found[1].items()})",
+        "pass",
+        "tests/weights/test_resharding.py::test_layouts_that_do_not_fit_are_refused_everywhere",
+    ),
+    Mutant(
+        "weights/spans.py",
+        "check_writable",
+        "if box != span.box:",
+        "if False:",
+        "tests/weights/test_resharding.py::test_layouts_that_do_not_fit_are_refused_everywhere",
+    ),
+    Mutant(
         "weights/spans.py",
         "span_of",
         " and not isinstance(value, LocalShard)",

@@ -236,6 +236,10 @@ def test_layouts_that_do_not_fit_are_refused_everywhere(rank):
     refused(DisagreementError, r"blocks of ranks \[0\] do not make up a tensor of shape \(4,\)", {"w": half}, {"w": w})
     refused(RemoteError, "not a dense tensor", {"w": w.to_sparse()}, {"w": w})
     refused(RemoteError, "share memory", {"w": w}, {"w": torch.zeros(1).expand(4)})
+    both, room = {"a": w, "b": w + 1}, torch.zeros(6)
+    refused(RemoteError, r"\['a'\] and \['b'\] share memory", both, {"a": room[:4], "b": room[2:]})
+    halves = {"a": LocalShard(room[:2], (0,), (4,)), "b": LocalShard(room[:2], (2,), (4,))}
+    refused(RemoteError, r"\['a'\] and \['b'\] share memory, but are different parts", both, halves)
     outside = r"\['w'\] is a shard of shape \(2,\) at .*, not inside of \(4,\)"
     for start in ((3,), (-1,), (0, 0), ()):
         refused(RemoteError, outside, {"w": w}, {"w": LocalShard(w[:2], start, (4,))})
