@@ -26,14 +26,12 @@ from easydist.verbs.ranks import checked_ranks
 from easydist.weights.digests import Digests, damaged
 from easydist.weights.manifest import Manifest, manifest as read
 from easydist.weights.receivers import described
-from easydist.weights.schedule import Packet, UnderWay, progress
+from easydist.weights.schedule import Packet, UnderWay, bucket, progress
 from easydist.weights.shared_buffers import SharedBuffers, opened
 from easydist.weights.source import Source, mesh_ranks, named, state_of
 from easydist.weights.target import Target, Wanted, disagreement
 
 BUCKET_NBYTES = 64 << 20
-
-_LEAST = 1 << 10
 
 _FOR_OPTIMIZERS = "Pass optimizers of one class, with the same parameters in the same groups and the same order."
 
@@ -149,15 +147,15 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         return call
 
     def _made_source(self, comms: Communicators, sources: list[int]) -> Source:
-        if self._sending.bucket_nbytes < _LEAST:
-            raise ValueError(f"bucket_bytes={self._sending.bucket_nbytes} is less than {_LEAST}")
+        dtype, verify, nbytes = self._sending.dtype, self._sending.verify, bucket(self._sending.bucket_nbytes)
+        if dtype is not None and getattr(dtype, "is_floating_point", None) is not True:
+            raise TypeError(f"dtype={dtype!r} is not a floating-point dtype, such as torch.bfloat16")
         state = self._sent = self.state()
         names = named(state, self._wanted.keep, self._wanted.rename)
         if self.takes_whole_mesh and len(sources) == 1 and (ranks := mesh_ranks(state, names)):
             sources = _in_group(comms, ranks, self._first)
-        dtype, bucket_nbytes, verify = self._sending
         spoken = None if dtype is None else dtype_name(dtype)
-        about: dict[str, Any] = {"sources": sources, "dtype": spoken, "bucket": bucket_nbytes, "verify": verify}
+        about: dict[str, Any] = {"sources": sources, "dtype": spoken, "bucket": nbytes, "verify": verify}
         if isinstance(self._model_or_dict, Optimizer):
             about["optimizer"] = described(self._model_or_dict)
         return Source(state, names, dtype, about)

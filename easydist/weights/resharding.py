@@ -26,7 +26,7 @@ from easydist.typing import Group, Timeout
 from easydist.weights.blocks import Block, BlockTransfer, Delivery, block_transfers
 from easydist.weights.exchange import BUCKET_NBYTES
 from easydist.weights.receivers import entries_of
-from easydist.weights.schedule import Packet, ScheduledEntry, UnderWay, schedule
+from easydist.weights.schedule import Packet, ScheduledEntry, UnderWay, bucket, schedule
 from easydist.weights.shards import is_tensor, local
 from easydist.weights.source import packed
 from easydist.weights.spans import Destinations, Span, check_writable, span_at, span_of
@@ -59,6 +59,7 @@ class Resharding:
         DisagreementError: No rank holds a target's name, its shape or dtype differs, or the held blocks do not cover
             the tensor.
         RemoteError: A rank's tensors cannot be sent or written.
+        ValueError: ``bucket_bytes`` is too small.
 
     Example:
         >>> import torch
@@ -82,10 +83,9 @@ class Resharding:
         timeout: Timeout | None = None,
     ) -> None:
         self._comms = communicators(group)
-        self._bucket_nbytes = bucket_bytes
         planning = _Planning(source, target, bucket_bytes)
         self.transfers: dict[str, list[BlockTransfer]] = run(planning, self._comms, timeout)
-        self._dtypes = planning.dtypes
+        self._dtypes, self._bucket_nbytes = planning.dtypes, planning.bucket_nbytes
         held, wanted = planning.spans
         self._held = [held.get(name) for name in self._dtypes]
         self._destinations = Destinations([*self._dtypes.values()])
@@ -163,11 +163,12 @@ class _Planning(Verb[dict[str, list[BlockTransfer]]]):
     operation = "Resharding"
 
     def __init__(self, source: Any, target: Any, bucket_nbytes: int) -> None:
-        self._given, self._bucket_nbytes = (source, target), bucket_nbytes
+        self._given, self.bucket_nbytes = (source, target), bucket_nbytes
         self.dtypes: dict[str, torch.dtype] = {}
         self.spans: list[dict[str, Span]] = []
 
     def prepare(self, comms: Communicators) -> Call:
+        self.bucket_nbytes = bucket(self.bucket_nbytes)
         found = [_spans(given) for given in self._given]
         check_writable({name: span for name, (span, _) in found[1].items()})
         for name, (span, shape) in found[0].items():
@@ -181,7 +182,7 @@ class _Planning(Verb[dict[str, list[BlockTransfer]]]):
                 for side, one in zip(("held", "wanted"), found, strict=True)
             }
         )
-        return Call({"bucket_bytes": self._bucket_nbytes}, nbytes=self._mine.numel())
+        return Call({"bucket_bytes": self.bucket_nbytes}, nbytes=self._mine.numel())
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> dict[str, list[BlockTransfer]]:
         every = exchange_reports(comms, agreed.nbytes, self._mine)

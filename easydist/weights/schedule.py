@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from easydist.base.arguments import integer
 from easydist.transport.work import TorchWork
 from easydist.verbs.buckets import LARGE
 from easydist.weights.blocks import Block, Delivery, cut
@@ -25,6 +26,9 @@ SHARES = 4
 _DEPTH = 16
 """The most packets under way, however small they are, as gloo keeps a buffer for each."""
 
+
+_LEAST = 1 << 10
+"""The least bytes of a bucket."""
 
 _Key = tuple[int, tuple[int, ...], str]
 """The root, the receivers and the device type of a packet."""
@@ -72,6 +76,23 @@ class ScheduledEntry(NamedTuple):
     dtype: torch.dtype
     kind: str
     blocks: Sequence[Delivery]
+
+
+def bucket(nbytes: Any) -> int:
+    """Return the argument ``bucket_bytes`` of a call.
+
+    Raises:
+        TypeError: It is not an integer.
+        ValueError: It is too small.
+
+    Example:
+        >>> bucket(1e6)
+        Traceback (most recent call last):
+        TypeError: bucket_bytes=1000000.0 is not a number of bytes: pass an integer
+    """
+    if (found := integer("bucket_bytes", nbytes, "a number of bytes")) < _LEAST:
+        raise ValueError(f"bucket_bytes={found} is less than {_LEAST}")
+    return found
 
 
 def schedule(items: Iterable[ScheduledEntry], bucket_nbytes: int, in_order: bool = False) -> list[Packet]:

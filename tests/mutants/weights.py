@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "weights/exchange.py",
+        "BroadcastWeights._made_source",
+        'getattr(dtype, "is_floating_point", None) is not True',
+        "not isinstance(dtype, torch.dtype)",
+        "tests/weights/test_resharding.py::test_settings_that_no_transfer_could_follow",
+    ),
+    Mutant(
         "weights/resharding.py",
         "_Planning.prepare",
         "check_writable({name: span for name, (span, _) in found[1].items()})",

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections import Counter
 
 import numpy as np
@@ -17,7 +18,7 @@ import easydist
 from easydist import DisagreementError, RemoteError
 from easydist.testing import distributed
 from easydist.transport.comm import Collectives
-from easydist.weights import LocalShard, Resharding
+from easydist.weights import LocalShard, Resharding, broadcast_state_dict
 from easydist.weights.blocks import Block, block_transfers, common, shard, whole
 
 
@@ -254,3 +255,19 @@ def test_one_process_exchanges_nothing():
     target = {"w": torch.zeros(3)}
     assert "all_gather" not in exchanges(lambda: Resharding({"w": torch.ones(3)}, target).run())
     assert target["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ({"bucket_bytes": 0}, "bucket_bytes=0 is less than 1024"),
+        ({"bucket_bytes": 1e9}, "bucket_bytes=1000000000.0 is not a number of bytes: pass an integer"),
+        ({"dtype": torch.int8}, "dtype=torch.int8 is not a floating-point dtype, such as torch.bfloat16"),
+    ],
+)
+def test_settings_that_no_transfer_could_follow(argument, text):
+    with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+        broadcast_state_dict({"w": torch.ones(3)}, **argument)
+    if "bucket_bytes" in argument:
+        with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+            Resharding({"w": torch.ones(3)}, **argument)
