@@ -16,6 +16,7 @@ from easydist.errors import DisagreementError
 from easydist.format import outline
 from easydist.format.header import Header
 from easydist.groups.communicators import Communicators
+from easydist.parallel.members import Members
 from easydist.typing import Tree
 from easydist.verbs.gather import gather
 from easydist.verbs.tensor_dict_messages import Incoming
@@ -36,9 +37,19 @@ class Terms(NamedTuple):
 
     @classmethod
     def of(cls, group: Any, asked: Mapping[str, bool] | None) -> Terms:
-        """Return the terms of a call."""
-        size = 1 if group is None else int(group.world_size)
-        return cls(size, {str(key): bool(value) for key, value in sorted((asked or {}).items())} if size > 1 else {})
+        """Return the terms of a call.
+
+        Raises:
+            TypeError: ``group`` is no coordinator, or ``asked`` no dict.
+        """
+        if not isinstance(group, Members | None):
+            raise TypeError(f"all_gather_group has to be a GroupCoordinator, got {type(group).__name__}")
+        if not isinstance(asked, Mapping | None):
+            raise TypeError(f"all_gather_tensors has to be a dict from keys to True or False, got {asked!r}")
+        size = 1 if group is None else group.world_size
+        return cls(
+            size, dict(sorted((str(key), bool(value)) for key, value in (asked or {}).items())) if size > 1 else {}
+        )
 
     def check(self, theirs: Any, src: int, rank: int) -> None:
         """Make sure that the sender passed the same arguments.

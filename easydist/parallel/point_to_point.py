@@ -226,9 +226,11 @@ class PointToPoint(Members):
         *,
         waits: bool,
     ) -> Transfer:
-        terms, peer = Terms.of(group, asked), self._peer_of(dst, 1)
+        (terms, fault), peer = _terms(group, asked), self._peer_of(dst, 1)
 
         def prepare() -> tuple[torch.Tensor, Buffers]:
+            if fault is not None:
+                raise fault
             by_default = terms.size > 1 and all_gather_hop.saves_bytes(
                 self.hosts[self.rank_in_group], self.hosts[peer], group.hosts
             )
@@ -242,9 +244,11 @@ class PointToPoint(Members):
     def _receive_tree(
         self, operation: str, src: int | None, group: Any, asked: Mapping[str, bool] | None, *, waits: bool
     ) -> tuple[IncomingShares, Transfer]:
-        terms, comms, peer = Terms.of(group, asked), self.communicators, self._peer_of(src, -1)
+        (terms, fault), comms, peer = _terms(group, asked), self.communicators, self._peer_of(src, -1)
 
         def open_(message: Message) -> tuple[IncomingShares, Buffers]:
+            if fault is not None:
+                raise fault
             terms.check(message.terms.get("gather"), peer, comms.rank)
             incoming = IncomingShares.announced(comms, message.body, weights_only=self.weights_only)
             return incoming, incoming.buffers()
@@ -256,6 +260,14 @@ class PointToPoint(Members):
 
     def _peer_of(self, rank: int | None, step: int) -> int:
         return (self.rank_in_group + step) % self.world_size if rank is None else rank
+
+
+def _terms(group: Any, asked: Any) -> tuple[Terms, TypeError | None]:
+    """Return the terms of a call, or the error that the other rank has to hear, too."""
+    try:
+        return Terms.of(group, asked), None
+    except TypeError as error:
+        return Terms(1, {}), error
 
 
 @contextmanager

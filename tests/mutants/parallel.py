@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "parallel/point_to_point.py",
+        "_terms",
+        "return Terms(1, {}), error",
+        "raise",
+        "tests/parallel/test_pairs.py::test_two_that_mean_different_things_get_the_same_error_and_go_on",
+    ),
+    Mutant(
         "parallel/groups.py",
         "_along",
         "box.permute(*others, *dims)",

@@ -215,6 +215,14 @@ def unlike(group, rank):
             lambda: send(tree, all_gather_group=group, all_gather_tensors={"x": True}),
             lambda: recv(all_gather_group=group),
         ),
+        "send_tensor_dict: rank 0 failed before the exchange\n  rank 0: TypeError: all_gather_group has to be": (
+            lambda: send(tree, all_gather_group=group.cpu_group),
+            recv,
+        ),
+        "recv_tensor_dict: rank 1 cannot take what rank 0 sends\n  rank 1: TypeError: all_gather_tensors has to be": (
+            lambda: send(tree),
+            lambda: recv(all_gather_tensors=["x"]),
+        ),
     }
 
 
