@@ -22,7 +22,7 @@ from easydist.typing import Tree
 from easydist.verbs.object_pair import decoded, encoded
 from easydist.verbs.tensor_dict_messages import Incoming, Outgoing
 
-Received = tuple[Tree, list[Transfer], list[Callable[[], None]]]
+Received = tuple[Tree, list[Transfer], list[Callable[[], object]]]
 
 
 class PointToPoint(Members):
@@ -204,17 +204,23 @@ class PointToPoint(Members):
     ) -> Received:
         """Receive a tree as ``recv_tensor_dict`` does; wait for the structure, not for the data.
 
+        A tree with NumPy scalars is complete on return, because they are copies of its data.
+
         Returns:
             The tree, handles to wait for, and functions to call afterwards, in order. After these the tree's tensors
             have their values.
         """
         name = "irecv_tensor_dict"
         incoming, transfer = self._receive_tree(name, src, all_gather_group, all_gather_tensors, waits=False)
-        tree = incoming.finish() if transfer.is_empty else incoming.tree
-        after: list[Callable[[], None]] = [] if transfer.is_empty else [lambda: _update(tree, incoming.finish())]
+        if incoming.has_scalars:
+            transfer.wait()
+        if transfer.is_empty:
+            tree, handles, after = incoming.finish(), list[Transfer](), list[Callable[[], object]]()
+        else:
+            tree, handles, after = incoming.tree, [transfer], [incoming.finish]
         if incoming.has_shares:
             after.append(lambda: incoming.gather(all_gather_group))
-        return tree, [] if transfer.is_empty else [transfer], after
+        return tree, handles, after
 
     def _send_tree(
         self,
@@ -280,9 +286,3 @@ def _telling(group: Any) -> Iterator[None]:
             with suppress(EasydistError):
                 meet(group.communicators, "recv_tensor_dict", error)
         raise
-
-
-def _update(tree: Tree, whole: Tree) -> None:
-    """Add the NumPy scalars to a dict, which are known only after the data has arrived."""
-    if whole is not tree and isinstance(tree, dict):
-        tree.update(whole)

@@ -239,6 +239,11 @@ class Incoming:
         """The tree; its tensors hold their values after ``finish``."""
         return self._tree
 
+    @property
+    def has_scalars(self) -> bool:
+        """True if the tree has NumPy scalars, which are copies of data that had not arrived."""
+        return bool(self._receiving) and '"scalar"' in self._outline
+
     def _check_data(self) -> None:
         """Check that data that came along fits its buffers."""
         if self._data is not None and self._receiving:
@@ -302,7 +307,7 @@ class Incoming:
                 receive.buffer.copy_(part)
         for receive in self._receiving:
             receive.finish()
-        if self._receiving and '"scalar"' in self._outline:  # NumPy scalars were copied before the data arrived
+        if self.has_scalars:
             self._tree, self._leaves = self._decoded()
         return self._tree if self._targets is None else self._targets.write(self._leaves)
 

@@ -5,6 +5,13 @@ from mutants.planting import Mutant
 MUTANTS = [
     Mutant(
         "parallel/point_to_point.py",
+        "PointToPoint.irecv_tensor_dict",
+        "            transfer.wait()\n",
+        "            pass\n",
+        "tests/parallel/test_handles.py::test_numpy_scalars_are_there_when_irecv_returns",
+    ),
+    Mutant(
+        "parallel/point_to_point.py",
         "_terms",
         "return Terms(1, {}), error",
         "raise",

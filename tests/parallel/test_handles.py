@@ -8,6 +8,7 @@ import sys
 import weakref
 
 import launching
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -39,6 +40,21 @@ def connect_again(rank, group):
                 easydist.gather(torch.ones(1), group=group, timeout=0.05 if rank == 0 else None)
         of_all(None)
     assert group.all_gather(torch.tensor([rank])).tolist() == [0, 1]
+
+
+@distributed(world_size=2)
+def test_numpy_scalars_are_there_when_irecv_returns(rank):
+    """They are copies, so data that arrives later would not reach those that the caller holds."""
+    with made(rank, 2) as group:
+        if rank == 0:
+            group.send_tensor_dict([{"step": np.int64(7)}, torch.ones(LARGE), (np.float32(1.5),)])
+        else:
+            tree, handles, after = group.irecv_tensor_dict()
+            held = [tree[0]["step"], tree[2][0]]
+            for step in [*(handle.wait for handle in handles), *after]:
+                step()
+            assert held == [7, 1.5]
+            assert [tree[0]["step"], tree[2][0], tree[1].sum()] == [7, 1.5, LARGE]
 
 
 @distributed(world_size=2)
