@@ -283,6 +283,24 @@ def check_own(name: str, output: int, input: int) -> None:
         raise RuntimeError(f"{name}: own output must fit the own input, got {output} and {input} elements")
 
 
+def check_apart(name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], rank: int) -> None:
+    """Check that nothing is written that has yet to be sent: only this rank's part may stay where it is.
+
+    Args:
+        name: The name of the operation for errors.
+        outputs: Contiguous tensors: one per rank, or that of this rank alone.
+        inputs: The same.
+        rank: This rank.
+    """
+    written, sent = ([(one.data_ptr(), one.data_ptr() + one.nbytes) for one in some] for some in (outputs, inputs))
+    for i, (start, stop) in enumerate(written):
+        for j, (first, last) in enumerate(sent):
+            if max(start, first) < min(stop, last):
+                is_own = (len(written) == 1 or i == rank) and (len(sent) == 1 or j == rank)
+                if not is_own or (start, stop) != (first, last):
+                    raise RuntimeError(f"{name}: output and input must not share memory, except for this rank's part")
+
+
 def checked_timeout(timeout: timedelta | None) -> timedelta | None:
     """Return the time limit, after checking its type.
 

@@ -18,6 +18,7 @@ from easydist.transport.checked import (
     RunOperation,
     StagedTensors,
     Staging,
+    check_apart,
     check_own,
     demand,
     flat,
@@ -125,7 +126,7 @@ class Collectives(Reductions):
 
         Args:
             tensor_list: One tensor per rank, each with as many elements as ``tensor``.
-            tensor: The data that this rank sends; as many elements on every rank.
+            tensor: The data that this rank sends; as many elements on every rank. May be this rank's own output.
         """
         name = "all_gather"
         self.checks.one_per_rank(name, "tensor_list", tensor_list)
@@ -154,6 +155,7 @@ class Collectives(Reductions):
         demand(
             fits, f"Output tensor size must be input_size * comm_size for {name}: the numbers of elements do not fit"
         )
+        check_apart(name, split(target, [data.numel()] * self.get_size()), [data], self.get_rank())
         about = (data, None, None)
         return self._run(
             name, lambda: self._backend.all_gather_single(target, data), async_op, hints, timeout, staging, about
@@ -240,13 +242,15 @@ class Collectives(Reductions):
 
         Args:
             output_tensor_list: One tensor per rank, for the data from that rank.
-            input_tensor_list: One tensor per rank, with the data for that rank.
+            input_tensor_list: One tensor per rank, with the data for that rank. Only that of this rank may be an
+                output, too, its own one.
         """
         name, rank = "all_to_all", self.get_rank()
         self.checks.one_per_rank(name, "output_tensor_list", output_tensor_list)
         self.checks.one_per_rank(name, "input_tensor_list", input_tensor_list)
         staging, targets, data = self.checks.moved(name, output_tensor_list, input_tensor_list)
         check_own(name, output_tensor_list[rank].numel(), input_tensor_list[rank].numel())
+        check_apart(name, targets, data, rank)
         about = (input_tensor_list[rank], None, None)
         return self._run(
             name, lambda: self._backend.all_to_all_v(targets, data), async_op, hints, timeout, staging, about
@@ -416,6 +420,7 @@ class Collectives(Reductions):
         fits = output.numel() == input.numel() * size
         demand(fits, f"Output tensor size must be input_size * comm_size for {name}")
         parts = split(target, [target.numel() // size] * size)
+        check_apart(name, parts, [data], rank)
         return self._run(
             name, lambda: self._backend.gather(parts, data, rank), async_op, hints, timeout, staging, (data, rank, None)
         )
@@ -468,6 +473,7 @@ class Collectives(Reductions):
                 own, "All input tensors must have same size as output tensor: own entry must fit the output for scatter"
             )
         staging, (target,), data = self.checks.moved(name, [output_tensor], inputs)
+        check_apart(name, [target], data, rank)
         about = (target, rank, None)
         return self._run(
             name, lambda: self._backend.scatter(target, data, rank), async_op, hints, timeout, staging, about
@@ -497,6 +503,7 @@ class Collectives(Reductions):
 
     def _all_gather(self, name: str, moved: StagedTensors, how: How) -> TorchWork:
         staging, targets, (data,) = moved
+        check_apart(name, targets, [data], self.get_rank())
         return self._run(name, lambda: self._backend.all_gather_v(targets, data), *how, staging, (data, None, None))
 
     def _swap(self, name: str, moved: StagedTensors, source: torch.Tensor, how: How) -> TorchWork:
@@ -509,6 +516,7 @@ class Collectives(Reductions):
         self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, rank: int, how: How
     ) -> TorchWork:
         staging, targets, (data,) = self.checks.moved(name, outputs, [tensor])
+        check_apart(name, targets, [data], rank)
         return self._run(name, lambda: self._backend.gather(targets, data, rank), *how, staging, (data, rank, None))
 
 

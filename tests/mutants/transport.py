@@ -4,6 +4,20 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "transport/checked.py",
+        "check_apart",
+        "if not is_own or (start, stop) != (first, last):",
+        "if False:",
+        "tests/transport/test_conformance.py::test_what_is_still_to_be_sent_is_not_written",
+    ),
+    Mutant(
+        "transport/checked.py",
+        "check_apart",
+        "not is_own or (start, stop)",
+        "(start, stop)",
+        "tests/transport/test_conformance.py::test_what_is_still_to_be_sent_is_not_written",
+    ),
+    Mutant(
         "transport/backends/c10d.py",
         "Gloo.disconnect",
         "            end_wait(work)\n",

@@ -101,6 +101,28 @@ def test_an_output_that_does_not_fit_the_input_is_refused(name):
     BETWEEN[name](comm, torch.zeros(2, 3).t(), grid)
 
 
+@distributed(world_size=2)
+def test_what_is_still_to_be_sent_is_not_written(rank):
+    """Only this rank's part may stay where it is. Of the others, large ones arrived changed."""
+    comm, data = default_group(rank, 2), torch.arange(4.0) + 10 * rank
+    mine, other = data.view(2, 2)[rank], data.view(2, 2)[1 - rank]
+    shared = [
+        lambda: comm.all_gather([*data.view(2, 2)], other, async_op=False),
+        lambda: comm.all_gather_single(data, other, async_op=False),
+        lambda: comm.all_gather_single(data, data[1:3], async_op=False),
+        lambda: comm.all_to_all([*data.view(2, 2)], [*data.view(2, 2)], async_op=False),
+        lambda: comm.gather([*data.view(2, 2)], other, rank, async_op=False),
+        lambda: comm.gather_single(data, other, rank, async_op=False),
+        lambda: comm.scatter(other, [*data.view(2, 2)], rank, async_op=False),
+    ]
+    for call in shared:
+        with pytest.raises(RuntimeError, match="output and input must not share memory, except for this rank's part"):
+            call()
+    comm.all_gather([*data.view(2, 2)], mine, async_op=False)
+    comm.all_gather_single(data, mine, async_op=False)
+    assert data.tolist() == [0, 1, 12, 13]
+
+
 def gloo(rank, world_size):
     return TorchComm(Gloo(dist.group.WORLD, torch.device("cpu"), "gloo"))
 
