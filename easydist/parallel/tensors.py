@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from easydist.agreement.runner import meet, run
+from easydist.base.arguments import dimension
 from easydist.base.eager import eager
 from easydist.parallel import compiled
 from easydist.parallel.collectives import AllGather, AllGatherV, AllReduce, BroadcastFrom, ReduceScatter
@@ -37,17 +38,19 @@ class Tensors(Members):
     as in vLLM: nothing is copied, and a gradient flows through.
     """
 
-    def _is_alone(self, operation: str, input_: torch.Tensor, dim: int = -1) -> bool:
+    def _is_alone(self, operation: str, input_: Any, dim: Any = -1) -> bool:
         """True if this rank's tensor is the result.
 
         Raises:
             RuntimeError: The coordinator was destroyed.
+            TypeError: ``dim`` is not an integer.
             ValueError: The tensor has no such dimension.
         """
-        if self.world_size > 1:
+        if self.world_size > 1 or not isinstance(input_, torch.Tensor):
             return False
         if self.is_destroyed:
             raise self._destroyed()
+        dim = dim if isinstance(dim, int) else dimension(dim)
         if not -(ndim := max(1, input_.ndim)) <= dim < ndim:
             raise ValueError(f"{operation}: the tensor of shape {tuple(input_.shape)} has no dim {dim}")
         return True

@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "parallel/tensors.py",
+        "Tensors._is_alone",
+        " or not isinstance(input_, torch.Tensor)",
+        "",
+        "tests/parallel/test_vllm_functions.py::test_a_group_of_one_returns_its_tensors",
+    ),
+    Mutant(
         "parallel/point_to_point.py",
         "PointToPoint.irecv_tensor_dict",
         "            transfer.wait()\n",
