@@ -185,6 +185,7 @@ def test_an_engine_with_context_parallelism(rank):
     assert of_all(pairs.unique_name.partition(":")[0]) == ["pairs"] * 4
     for group in (world, pairs):
         group.destroy()
+    parallel.destroy_distributed_environment()  # other tests begin without
 
 
 def test_a_layout_with_context_parallelism_in_one_process():
