@@ -51,6 +51,12 @@ class _Payload(NamedTuple):
     fault: Exception | None = None
 
 
+_FILLED, _READ = (list,), (list, tuple)
+"""The types of lists that a call fills, and of those that it reads."""
+
+_NO_LIST = -1
+"""The length that a rank tells the others if it has passed no list."""
+
 _NOTHING = _Payload(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
@@ -107,7 +113,8 @@ def all_gather_object(
     Cost: an all-gather of 16 bytes, and one of the objects.
     """
     name, size = "all_gather_object", comm.get_size()
-    mine = _checked(lambda: _demand_length(name, "object_list", object_list, size)) or _encoded(obj, weights_only)
+    check = functools.partial(_demand_list, name, "object_list", object_list, size)
+    mine = _checked(check) or _encoded(obj, weights_only)
     sizes = _agreed(comm, name, mine, timeout)
     outputs = [_buffer(comm, nbytes) for nbytes in sizes]
     comm.all_gather_v(outputs, mine.data.to(comm.get_device()), False, timeout=timeout)
@@ -143,7 +150,7 @@ def gather_object(
     """
     name, rank = "gather_object", comm.checks.rank("root", root)
     is_root = rank == comm.get_rank()
-    check = functools.partial(_demand_length, name, "object_gather_list", object_gather_list, comm.get_size())
+    check = functools.partial(_demand_list, name, "object_gather_list", object_gather_list, comm.get_size())
     mine = (_checked(check) if is_root else None) or _encoded(obj, weights_only)
     sizes = _agreed(comm, name, mine, timeout)
     outputs = [_buffer(comm, nbytes) for nbytes in sizes] if is_root else []
@@ -171,7 +178,7 @@ def send_object_list(comm: TorchComm, object_list: list[Any], dst: int, timeout:
     asked = torch.empty(2, dtype=torch.int64, device=comm.get_device())
     comm.recv(asked, dst, False, timeout=timeout)
     count, weights_only = asked.tolist()
-    check = functools.partial(_demand_same, "send_object_list", len(object_list), count)
+    check = functools.partial(_demand_same, "send_object_list", object_list, count)
     mine = _checked(check) or _encoded(list(object_list), bool(weights_only))
     data = mine.data if mine.fault is None else _text(mine.fault)
     answer = torch.tensor([data.numel(), mine.fault is not None], device=comm.get_device())
@@ -202,12 +209,16 @@ def recv_object_list(
     Cost: three messages.
     """
     device = comm.get_device()
-    comm.send(torch.tensor([len(object_list), weights_only], device=device), src, False, timeout=timeout)
+    fault = _checked(functools.partial(_demand_list, "recv_object_list", "object_list", object_list))
+    asked = [_NO_LIST if fault else len(object_list), bool(weights_only)]
+    comm.send(torch.tensor(asked, device=device), src, False, timeout=timeout)
     answer = torch.empty(2, dtype=torch.int64, device=device)
     comm.recv(answer, src, False, timeout=timeout)
     nbytes, is_fault = answer.tolist()
     data = _buffer(comm, nbytes)
     comm.recv(data, src, False, timeout=timeout)
+    if fault is not None and fault.fault is not None:
+        raise fault.fault
     if is_fault:
         raise _remote("recv_object_list", src, data)
     object_list[:] = _decoded(data, weights_only)
@@ -240,8 +251,10 @@ def broadcast_object_list(
     """
     name, rank = "broadcast_object_list", comm.checks.rank("root", root)
     is_root = rank == comm.get_rank()
-    mine = _encoded(list(object_list), weights_only) if is_root else _NOTHING
-    sizes = _agreed(comm, name, mine, timeout, len(object_list))
+    kinds = _READ if is_root else _FILLED
+    fault = _checked(lambda: _demand_list(name, "object_list", object_list, kinds=kinds))
+    mine = fault or (_encoded(list(object_list), weights_only) if is_root else _NOTHING)
+    sizes = _agreed(comm, name, mine, timeout, _NO_LIST if fault else len(object_list))
     data = mine.data.to(comm.get_device()) if is_root else _buffer(comm, sizes[rank])
     comm.broadcast(data, rank, False, timeout=timeout)
     if not is_root:
@@ -293,16 +306,23 @@ def scatter_object_list(
     scatter_object_output_list[0] = _decoded(data, weights_only)
 
 
-def _demand_length(name: str, what: str, values: Sequence[Any] | None, size: int) -> None:
-    if values is None:
+def _demand_list(
+    name: str, what: str, values: Any, size: int | None = None, kinds: tuple[type[Sequence[Any]], ...] = _FILLED
+) -> None:
+    if values is None and size is not None:
         raise RuntimeError(f"{name}: Must provide {what} on root rank")
-    if len(values) != size:
+    if not isinstance(values, kinds):
+        raise TypeError(f"{name}: {what} has to be a list, got {type(values).__name__}")
+    if size is not None and len(values) != size:
         raise RuntimeError(f"{name}: {what} has {len(values)} elements, but there are {size} ranks")
 
 
-def _demand_same(name: str, mine: int, theirs: int) -> None:
-    if mine != theirs:
-        raise RuntimeError(f"{name}: the sender's list has {mine} elements, the receiver's {theirs}")
+def _demand_same(name: str, mine: Any, theirs: int) -> None:
+    _demand_list(name, "object_list", mine, kinds=_READ)
+    if theirs == _NO_LIST:
+        raise RuntimeError(f"{name}: the receiver's object_list is no list")
+    if len(mine) != theirs:
+        raise RuntimeError(f"{name}: the sender's list has {len(mine)} elements, the receiver's {theirs}")
 
 
 def _demand_scatter(outputs: object, inputs: list[Any] | None, comm: TorchComm, is_root: bool) -> None:
@@ -310,15 +330,17 @@ def _demand_scatter(outputs: object, inputs: list[Any] | None, comm: TorchComm, 
         raise ValueError("Expected argument scatter_object_output_list to be a list of size at least 1.")
     if is_root and inputs is None:
         raise ValueError("source rank must provide non-None scatter_object_input_list")
-    if is_root and inputs is not None and len(inputs) != comm.get_size():
-        raise ValueError(f"scatter_object_input_list has {len(inputs)} elements for {comm.get_size()} ranks")
+    if is_root and inputs is not None:
+        _demand_list("scatter_object_list", "scatter_object_input_list", inputs, kinds=_READ)
+        if len(inputs) != comm.get_size():
+            raise ValueError(f"scatter_object_input_list has {len(inputs)} elements for {comm.get_size()} ranks")
 
 
 def _checked(check: Callable[[], None]) -> _Payload | None:
     """Return the error of a check as a message; None if the check passes."""
     try:
         check()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         return _NOTHING._replace(fault=error)
     return None
 
@@ -346,7 +368,7 @@ def _agreed(
 ) -> list[int]:
     """Return the sizes of all ranks' data, after making sure that no rank failed and all lists have one length."""
     text = mine.data if mine.fault is None else _text(mine.fault)
-    header = [text.numel(), mine.fault is not None, -1 if length is None else length]
+    header = [text.numel(), mine.fault is not None, _NO_LIST if length is None else length]
     rows = torch.empty((comm.get_size(), 3), dtype=torch.int64, device=comm.get_device())
     comm.all_gather_single(rows, torch.tensor(header, device=comm.get_device()), False, timeout=timeout)
     every = rows.tolist()

@@ -97,6 +97,16 @@ def test_a_fault_of_one_rank_is_raised_on_all_and_the_communicator_works_on(rank
         ),
         (lambda: objcol.scatter_object_list(comm, 0, [None], [1]), 0, ValueError, "has 1 elements for 3 ranks"),
         (lambda: objcol.all_gather_object(comm, none, lambda: 0, weights_only=False), rank, TypeError, "pickle"),
+        (lambda: objcol.all_gather_object(comm, (0,) * 3 if rank == 1 else none, 5), 1, TypeError, "a list, got tuple"),
+        (lambda: objcol.gather_object(comm, 5, 1, 5 if rank == 1 else None), 1, TypeError, "a list, got int"),
+        (
+            lambda: objcol.broadcast_object_list(comm, None if rank == 1 else [5], 0),
+            1,
+            TypeError,
+            "a list, got NoneType",
+        ),
+        (lambda: objcol.broadcast_object_list(comm, 5 if rank == 0 else [5], 0), 0, TypeError, "a list, got int"),
+        (lambda: objcol.scatter_object_list(comm, 0, [None], "abc"), 0, TypeError, "a list, got str"),
         (
             lambda: objcol.all_gather_object(comm, none, Unreadable() if rank == 1 else 5, weights_only=False),
             1,
@@ -120,6 +130,10 @@ def test_a_fault_of_one_rank_is_raised_on_all_and_the_communicator_works_on(rank
             objcol.send_object_list(comm, [1, 2], 1)
         with pytest.raises(pickle.UnpicklingError, match=r"Weights only load failed"):
             objcol.send_object_list(comm, [Own()], 1)
+        with pytest.raises(TypeError, match="object_list has to be a list, got int"):
+            objcol.send_object_list(comm, 5, 1)
+        with pytest.raises(RuntimeError, match="the receiver's object_list is no list"):
+            objcol.send_object_list(comm, [5], 1)
         objcol.send_object_list(comm, [Own()], 1)
         objcol.send_object_list(comm, [], 1)
     elif rank == 1:
@@ -127,6 +141,10 @@ def test_a_fault_of_one_rank_is_raised_on_all_and_the_communicator_works_on(rank
             objcol.recv_object_list(comm, [0] * 3, 0)
         with pytest.raises(RuntimeError, match=r"rank 0 failed: WeightsOnlyError"):
             objcol.recv_object_list(comm, [0], 0)
+        with pytest.raises(RuntimeError, match=r"rank 0 failed: TypeError: .*object_list has to be a list, got int"):
+            objcol.recv_object_list(comm, [0], 0)
+        with pytest.raises(TypeError, match="object_list has to be a list, got tuple"):
+            objcol.recv_object_list(comm, (0,), 0)
         objcol.recv_object_list(comm, received := [0], 0, weights_only=False)
         assert type(received[0]) is Own
         objcol.recv_object_list(comm, [], 0)

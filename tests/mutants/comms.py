@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "comms/objcol.py",
+        "_checked",
+        "except (RuntimeError, TypeError, ValueError) as error:",
+        "except (RuntimeError, ValueError) as error:",
+        "tests/comms/test_objcol.py::test_a_fault_of_one_rank_is_raised_on_all_and_the_communicator_works_on",
+    ),
+    Mutant(
         "comms/own_gloo.py",
         "OwnGloo._end_lost",
         "            end_wait(work)\n",
