@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from easydist.agreement.calling import waiting
+from easydist.base import forks
 from easydist.errors import RemoteError
 from easydist.groups.communicators import Communicators
 from easydist.liveness.page import MessageWait
@@ -107,7 +108,7 @@ class Transfer:
         self._work, self._answer = TorchWork(_in_order([*parts])) if parts else COMPLETED, answer
         for device in [part.memory.device for part in parts if not part.memory.is_cpu][:1]:
             self._work.on(device)
-        self._phase = comms.monitor.phase
+        self._phase, self._generation = comms.monitor.phase, forks.generation
         self._error: BaseException | None = None
         self._is_done = False
         if parts:
@@ -121,7 +122,8 @@ class Transfer:
 
     def is_completed(self) -> bool:
         """True if ``wait`` would return or raise at once."""
-        return self._is_done or self._has_arrived() or self._is_in_vain()
+        is_of_parent = self._generation != forks.generation
+        return self._is_done or is_of_parent or self._has_arrived() or self._is_in_vain()
 
     def _is_in_vain(self) -> bool:
         """True if no answer can come any more."""

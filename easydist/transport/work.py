@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from easydist.base import forks
 from easydist.errors import DisagreementError
 from easydist.liveness.background import at_once, in_background, in_line
 from easydist.shm.progress import handles
@@ -88,7 +89,7 @@ class TorchWork:
         self._begin(parts)
 
     def _begin(self, parts: Iterable[Begun]) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._generation = threading.Lock(), forks.generation
         self._futures: list[torch.futures.Future[Any]] = []
         self._parts = iter(parts)
         self._part = next(self._parts, None)
@@ -139,9 +140,11 @@ class TorchWork:
         """Block until the operation has completed; on a GPU, make the current stream wait for it.
 
         Raises:
-            RuntimeError: The operation failed; every further ``wait`` raises the same error again.
+            RuntimeError: The operation failed; every further ``wait`` raises the same error again. Or this process was
+                forked from the one that has begun it.
         """
         if not self._is_done:
+            forks.demand_own(self._generation)  # a thread of the parent may have held the lock
             handles[mine := threading.get_ident()] = self
             try:
                 with self._lock:
@@ -181,7 +184,7 @@ class TorchWork:
 
     def is_completed(self) -> bool:
         """True if ``wait`` would return or raise at once; an operation begun with ``async_op=True`` ends without it."""
-        if self.has_ended:
+        if self.has_ended or self._generation != forks.generation:
             return True
         if not self._is_driven:
             self._drive(waits=False)
@@ -200,6 +203,7 @@ class TorchWork:
         if self._is_done:
             self._tell(future)
             return future
+        forks.demand_own(self._generation)
         self._futures.append(future)
         if self.has_ended:
             self._tell_futures()

@@ -327,7 +327,10 @@ def test_a_forked_child_does_not_end_the_communicator_of_its_parent(rank, backen
     comm = made(backend)
     assert total(comm) == 2
     if rank == 0:
+        work = comm.all_reduce(part := torch.ones(1 << 20), ReduceOp.SUM, True)
         calls = [
+            lambda: work.wait() if work.is_completed() else None,
+            work.get_future,
             lambda: total(comm),
             lambda: comm.send(torch.ones(1), 1, False),
             lambda: objcol.all_gather_object(comm, [None, None], rank),
@@ -338,4 +341,10 @@ def test_a_forked_child_does_not_end_the_communicator_of_its_parent(rank, backen
         ]
         for call in calls:
             assert in_a_child(call).startswith("this process was forked from a rank of the group")
-    assert total(comm) == 2  # rank 1 has waited here meanwhile
+        dist.barrier()
+        work.wait()
+    else:
+        dist.barrier()
+        comm.all_reduce(part := torch.ones(1 << 20), ReduceOp.SUM, False)
+    assert part.unique().tolist() == [2]
+    assert total(comm) == 2

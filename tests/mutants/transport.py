@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "transport/work.py",
+        "TorchWork.is_completed",
+        " or self._generation != forks.generation",
+        "",
+        "tests/comms/test_bugs.py::test_a_forked_child_does_not_end_the_communicator_of_its_parent",
+    ),
+    Mutant(
         "transport/checked.py",
         "check_apart",
         "if any(max(start, first) < min(stop, last) for first, last in sent):",
