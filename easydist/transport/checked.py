@@ -283,7 +283,9 @@ def check_own(name: str, output: int, input: int) -> None:
         raise RuntimeError(f"{name}: own output must fit the own input, got {output} and {input} elements")
 
 
-def check_apart(name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], rank: int) -> None:
+def check_apart(
+    name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], rank: int, parts: int = 1
+) -> None:
     """Check that nothing is written that has yet to be sent: only this rank's part may stay where it is.
 
     Args:
@@ -291,14 +293,27 @@ def check_apart(name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[tor
         outputs: Contiguous tensors: one per rank, or that of this rank alone.
         inputs: The same.
         rank: This rank.
+        parts: The number of equal parts, one per rank, of which a lone output consists.
     """
-    written, sent = ([(one.data_ptr(), one.data_ptr() + one.nbytes) for one in some] for some in (outputs, inputs))
-    own = sent[rank if len(sent) > 1 else 0] if sent else None
-    for i, (start, stop) in enumerate(written):
-        if (start, stop) == own and (i == rank or len(written) == 1):
-            continue  # it gets the values that it has
-        if any(max(start, first) < min(stop, last) for first, last in sent):
+    written, sent = _spans(outputs), _spans(inputs)
+    if len(written) == len(sent) == 1 and (written[0][1] <= sent[0][0] or sent[0][1] <= written[0][0]):
+        return  # the usual case
+    if parts > 1:
+        ((start, stop),) = written
+        nbytes = (stop - start) // parts
+        written = [(at, at + nbytes) for at in range(start, stop, nbytes or 1)]
+    own = rank if len(written) > 1 else 0
+    if written and sent and written[own] == sent[rank if len(sent) > 1 else 0]:
+        del written[own]  # it gets the values that it has
+    ends = [0, 0]
+    for start, stop, is_sent in sorted([(*span, False) for span in written] + [(*span, True) for span in sent]):
+        if start < stop and start < ends[not is_sent]:
             raise RuntimeError(f"{name}: output and input must not share memory, except for this rank's part")
+        ends[is_sent] = max(ends[is_sent], stop)
+
+
+def _spans(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(start := tensor.data_ptr(), start + tensor.nbytes) for tensor in tensors]
 
 
 def checked_timeout(timeout: timedelta | None) -> timedelta | None:

@@ -155,7 +155,7 @@ class Collectives(Reductions):
         demand(
             fits, f"Output tensor size must be input_size * comm_size for {name}: the numbers of elements do not fit"
         )
-        check_apart(name, split(target, [data.numel()] * self.get_size()), [data], self.get_rank())
+        check_apart(name, [target], [data], self.get_rank(), self.get_size())
         about = (data, None, None)
         return self._run(
             name, lambda: self._backend.all_gather_single(target, data), async_op, hints, timeout, staging, about

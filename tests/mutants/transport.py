@@ -13,15 +13,15 @@ MUTANTS = [
     Mutant(
         "transport/checked.py",
         "check_apart",
-        "if any(max(start, first) < min(stop, last) for first, last in sent):",
-        "if False:",
+        "start < ends[not is_sent]",
+        "start < ends[is_sent]",
         "tests/transport/test_conformance.py::test_what_is_still_to_be_sent_is_not_written",
     ),
     Mutant(
         "transport/checked.py",
         "check_apart",
-        " and (i == rank or len(written) == 1)",
-        "",
+        "own = rank if len(written) > 1 else 0",
+        "own = 0",
         "tests/transport/test_conformance.py::test_what_is_still_to_be_sent_is_not_written",
     ),
     Mutant(
