@@ -9,7 +9,8 @@ operation that publishes nothing for it.
 A rank that finds a difference begins a *dispute*. It ends the *epoch* for all ranks: each of them ends all its
 operations under way with the same error, in the operation in which it is, or in the next one that it begins. What was
 under way is dropped. In the next epoch the ranks number their calls alike again; its first collective waits until all
-ranks have left the epoch before.
+ranks have left the epoch before. Messages do not wait for that. So a rank that computes meanwhile may find that several
+epochs have ended, and raises one error about all whose statements are gone.
 
 Several ranks may find a difference at the same time, and the difference that they find may not be the same. So each of
 them states what it has found and takes a ticket, as in Lamport's bakery, and the statement with the lowest ticket
@@ -303,7 +304,10 @@ class Calls:
         # A rank that is choosing may get the lowest ticket; one that has ended meanwhile never stops choosing.
         while any(words[at + _CHOOSING] for at in self._at) and time.monotonic() < until:
             give_core()
-        error = self.error_of(self._statement(min(self._tickets())[1]))
+        # The others may have disagreed about messages of later epochs since: then the first statement left counts.
+        while not (tickets := self._tickets()) and self._has_ended():
+            self._epoch += 1
+        error = self.error_of(self._statement(min(tickets)[1]))
         self._epoch += 1
         self.high, self.is_entering = self._epoch << EPOCH, True
         self._restart()

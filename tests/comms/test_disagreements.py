@@ -117,6 +117,22 @@ def test_a_rank_that_waits_for_nobody_hears_of_a_disagreement_in_its_next_operat
 
 
 @pytest.mark.slow
+@distributed(world_size=3)
+def test_a_rank_that_computes_hears_of_two_disagreements_between_the_others(rank):
+    comm = made()
+    for number in range(2):
+        if rank < 2:
+            begun = begin(comm, ("send", "recv")[rank], numel=4 + number + rank, async_op=True)
+            with pytest.raises(CommDisagreement):  # a sender hears of it in its next operation
+                begun.wait() if rank else comm.recv(torch.ones(1), 1, async_op=False)
+    dist.barrier()
+    if rank == 2:
+        with pytest.raises(CommDisagreement, match="rank 0 sends 5 elements of float32, but rank 1 expects 6"):
+            comm.barrier(False)
+    comm.barrier(False)
+
+
+@pytest.mark.slow
 @distributed(world_size=[2, 3, 4])
 def test_windows_and_works_that_differ(rank, world_size):
     comm = made()

@@ -75,6 +75,13 @@ MUTANTS = [
         "test_a_rank_that_waits_for_nobody_hears_of_a_disagreement_in_its_next_operation",
     ),
     Mutant(
+        "shm/calls.py",
+        "Calls.leave",
+        "and self._has_ended():",
+        "and False:",
+        "tests/comms/test_disagreements.py::test_a_rank_that_computes_hears_of_two_disagreements_between_the_others",
+    ),
+    Mutant(
         "shm/cycles.py",
         "Cycles._needs",
         " & ~(words[there + _FLAGS + rank] >> _BEGUN)",
