@@ -43,7 +43,7 @@ from easydist.shm.slots import BEGUN, EPOCH, NEVER, NOTICE, TAG, Need, Slots
 
 _KEPT = 16
 _LEFT, _CHOOSING, _TICKET, _STATEMENT = 32, 33, 34, 36
-_NUMBERS = 0xFFFFF
+_NUMBERS = 0xFFF
 _FACTOR, _FINGERPRINT = 1000003, 0xFFFFFFFF
 _EPOCH_OF_NUMBER = 40
 """The lowest bit of the epoch in the number of a call."""

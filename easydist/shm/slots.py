@@ -59,10 +59,10 @@ _MESSAGES = 1 << 16
 NEVER = 1 << 62
 """A step that no rank ever publishes."""
 
-EPOCH = 52
-"""The lowest bit of the epoch in the word of a call and in the kind of a message, see ``calls``."""
+EPOCH = 44
+"""The lowest bit of the epoch in the word of a call and the kind of a message, see ``calls``; 2¹⁹ epochs fit."""
 
-TAG, TAGS = 32, 1 << 20
+TAG, TAGS = 24, 1 << 20
 """The lowest bit of the tag in the kind of a message between two ranks, and the number of tags."""
 
 Differ = Callable[[int, int, int, int], Exception]

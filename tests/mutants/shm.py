@@ -82,6 +82,13 @@ MUTANTS = [
         "tests/comms/test_disagreements.py::test_a_rank_that_computes_hears_of_two_disagreements_between_the_others",
     ),
     Mutant(
+        "shm/slots.py",
+        "",
+        "EPOCH = 44",
+        "EPOCH = 52",
+        "tests/shm/test_shm.py::test_words_have_room_for_2100_disagreements",
+    ),
+    Mutant(
         "shm/cycles.py",
         "Cycles._needs",
         " & ~(words[there + _FLAGS + rank] >> _BEGUN)",

@@ -17,7 +17,7 @@ from launching import examples, sampled, within
 
 import easydist.shm.futex
 from easydist.comms import ReduceOp, TorchComm
-from easydist.errors import CollectiveTimeout
+from easydist.errors import CollectiveTimeout, DisagreementError
 from easydist.shm.calls import Calls
 from easydist.shm.segment import FOLDER, Segment
 from easydist.shm.slots import NEVER, Slots
@@ -276,6 +276,20 @@ def test_guard_ends_a_wait(rank):
             with pytest.raises(RuntimeError, match=r"can no longer be used: GaveUp\(\)$"):
                 shm.barrier()
     dist.barrier()
+
+
+def test_words_have_room_for_2100_disagreements():
+    segment = Segment.create(Slots.nbytes(2, 4096))
+    slots = [Slots(segment, rank, 2) for rank in (0, 1)]
+    first, second = map(Calls, slots)
+    second.end = second.keep
+    for number in range(2100):
+        for mine, calls in zip(slots, (first, second), strict=True):
+            mine.publish(number, (0, 4, calls.begin((mine.rank, 4))))
+        first.differ(0, 1, 4, 4)
+        with pytest.raises(DisagreementError):
+            second.check()
+        assert first.begin((0, 0)) == second.begin((0, 0))
 
 
 @pytest.mark.slow
