@@ -78,6 +78,8 @@ class Watchdog:
         self.arrivals = select.poll()
         self.arrivals.register(self._signals, select.POLLIN)
         self._noticed = threading.Event()
+        self._replaced = -1  # the descriptor of another library, such as asyncio, in place of which ours hears signals
+        self._hearing = threading.RLock()
         self._thread: threading.Thread | None = threading.Thread(
             target=self._run, name="easydist-watchdog", daemon=True
         )
@@ -148,11 +150,29 @@ class Watchdog:
                 self._wakeup.send(bytes(1))
             thread.join(2.0)
 
+    def begin_hearing(self) -> int:
+        """Hear of signals; return the descriptor of another library in place of which that is, or -1."""
+        with self._hearing:  # no signal is taken until it is known who else has to hear of it
+            before = signal.set_wakeup_fd(self.wakeup_fd, warn_on_full_buffer=False)
+            if before == self.wakeup_fd:
+                return -1
+            self._replaced = before
+            return before
+
+    def end_hearing(self, before: int) -> None:
+        """Let another library hear of signals again."""
+        signal.set_wakeup_fd(before)
+        self.take_signals()
+        with self._hearing:
+            self._replaced = -1
+
     def take_signals(self) -> bool:
         """Set ``was_interrupted`` on the monitors if Ctrl-C has come since the last look; return True if so."""
         numbers = b""
-        with contextlib.suppress(OSError):
+        with self._hearing, contextlib.suppress(OSError):
             numbers = self._signals.recv(4096)
+            if self._replaced >= 0 and (heard := numbers.replace(b"\0", b"")):
+                os.write(self._replaced, heard)  # asyncio's handlers run by that alone
         if signal.SIGINT not in numbers or not _is_interrupting(signal.getsignal(signal.SIGINT)):
             return False
         for monitor in self.monitors():
@@ -213,7 +233,7 @@ class signals_wake_watchdog:  # noqa: N801 - a context manager, read as a phrase
         if threading.get_ident() != threading.main_thread().ident:
             return False
         known = watchdog()
-        if (before := signal.set_wakeup_fd(known.wakeup_fd, warn_on_full_buffer=False)) != known.wakeup_fd:
+        if (before := known.begin_hearing()) >= 0:
             self._before = before
         if known.arrivals.poll(0):  # earlier signals, which must not end this wait
             known.take_signals()
@@ -221,7 +241,7 @@ class signals_wake_watchdog:  # noqa: N801 - a context manager, read as a phrase
 
     def __exit__(self, *exc_info: object) -> None:
         if self._before >= 0:
-            signal.set_wakeup_fd(self._before)
+            watchdog().end_hearing(self._before)
 
 
 def _after_fork() -> None:

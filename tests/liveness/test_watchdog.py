@@ -1,5 +1,6 @@
 """The watchdog ends waits even if the process has no descriptors left, or the store holds values that mean nothing."""
 
+import asyncio
 import functools
 import re
 import signal
@@ -7,8 +8,10 @@ from pathlib import Path
 
 import launching
 import pytest
+from launching import within
 
 from easydist.liveness import watchdog
+from easydist.testing import distributed
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "watchdog.py"
 CASES = ["many/late", "many/interrupt", "none/late", "none/interrupt", "seen/late", "log/late", "log/interrupt"]
@@ -45,3 +48,15 @@ def test_a_context_that_ctrl_c_has_kept_from_beginning_can_be_left():
         assert signal.set_wakeup_fd(-1) == -1
     finally:
         signal.set_wakeup_fd(before)
+
+
+@distributed(world_size=1)
+def test_asyncio_hears_of_a_signal_that_comes_during_a_wait_in_cpp(rank):
+    async def main():
+        heard, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, heard.set)
+        with watchdog.signals_wake_watchdog():
+            signal.raise_signal(signal.SIGUSR1)
+        await asyncio.wait_for(heard.wait(), within(5))
+
+    asyncio.run(main())

@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "liveness/watchdog.py",
+        "Watchdog.take_signals",
+        "os.write(self._replaced, heard)",
+        "pass",
+        "tests/liveness/test_watchdog.py::test_asyncio_hears_of_a_signal_that_comes_during_a_wait_in_cpp",
+    ),
+    Mutant(
         "liveness/monitor.py",
         "Monitor.failed",
         "with interrupts_deferred():",
