@@ -43,6 +43,7 @@ import mmap
 import os
 import secrets
 import struct
+import threading
 import time
 import zlib
 from collections import deque
@@ -201,18 +202,22 @@ class OwnPage(_Page):
 
     def new_entry(self) -> int:
         """Return a cleared entry for the calls of one more group; -1 if the page is full."""
-        # Ranks that still wait may read a used entry: that the group was left, and its report. All others come first.
-        if (entry := self._words[_USED]) >= _ENTRY_COUNT:
-            if not self._free:
-                return -1
-            entry = self._free.popleft()
+        if (entry := self._take_entry()) < 0:
+            return -1
         start = _start(entry)
         _TIME.pack_into(self._memory, start + _MADE, time.monotonic())  # first: it is no longer about the old group
         self._memory[start : start + _MADE] = bytes(_MADE)
         self._memory[start + _LEFT : start + _ENTRY_NBYTES] = bytes(_ENTRY_NBYTES - _LEFT)
         self._words[_report_of(entry) >> 3] = 0
-        self._words[_USED] = max(self._words[_USED], entry + 1)
         return entry
+
+    def _take_entry(self) -> int:
+        # Ranks that still wait may read a used entry: that the group was left, and its report. All others come first.
+        with _making:  # no two threads may get the same one
+            if (entry := self._words[_USED]) < _ENTRY_COUNT:
+                self._words[_USED] = entry + 1
+                return entry
+            return self._free.popleft() if self._free else -1
 
     def leave(self, entry: int) -> None:
         """Record that the process has left the group. In a forked child, whose parent still has it, do nothing."""
@@ -429,15 +434,30 @@ def _report_of(entry: int) -> int:
     return _REPORTS + entry * _REPORT_NBYTES
 
 
+_making = threading.RLock()
+"""The lock that is held while a page is made, or an entry is taken."""
+
+
 def own_page() -> OwnPage | None:
     """Return the page of this process, made at the first call; None if the system does not support such memory."""
-    return _own_page(os.getpid())
+    with _making:  # two threads that come at once have to get the same page
+        return _own_page()
 
 
-@functools.lru_cache(maxsize=1)
-def _own_page(pid: int) -> OwnPage | None:  # a forked child has its own
+@functools.cache
+def _own_page() -> OwnPage | None:
     if not hasattr(os, "memfd_create"):
         return None
     with contextlib.suppress(OSError):  # a sandbox may forbid it; the process then has no page
         return OwnPage()
     return None
+
+
+def _after_fork() -> None:
+    """Let a forked child have a page of its own; a thread of the parent may have held the lock."""
+    global _making
+    _making = threading.RLock()
+    _own_page.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -79,7 +79,7 @@ class Watchdog:
         self.arrivals.register(self._signals, select.POLLIN)
         self._noticed = threading.Event()
         self._replaced = -1  # the descriptor of another library, such as asyncio, in place of which ours hears signals
-        self._hearing = threading.RLock()
+        self._lock = threading.RLock()  # held while signals are taken, or a group is added
         self._thread: threading.Thread | None = threading.Thread(
             target=self._run, name="easydist-watchdog", daemon=True
         )
@@ -89,12 +89,14 @@ class Watchdog:
     def add(self, monitor: Watched) -> None:
         """Monitor the waits of one more group."""
         monitor.sync_signals = self.sync_signals
-        known = [ref for ref in self._monitors if ref() not in (None, monitor)]
-        self._monitors = [*known, weakref.ref(monitor)]  # a new list: the thread may be reading the old one
+        with self._lock:
+            known = [ref for ref in self._monitors if ref() not in (None, monitor)]
+            self._monitors = [*known, weakref.ref(monitor)]  # a new list: the thread may be reading the old one
 
     def look_regularly(self, look: Callable[[], None]) -> None:
         """Call a method four times a second for as long as its object exists; its errors are ignored."""
-        self._looks = [*(ref for ref in self._looks if ref() is not None), weakref.WeakMethod(look)]
+        with self._lock:
+            self._looks = [*(ref for ref in self._looks if ref() is not None), weakref.WeakMethod(look)]
 
     def sync_signals(self) -> None:
         """Wait until all signals that have come are known to the monitors."""
@@ -152,7 +154,7 @@ class Watchdog:
 
     def begin_hearing(self) -> int:
         """Hear of signals; return the descriptor of another library in place of which that is, or -1."""
-        with self._hearing:  # no signal is taken until it is known who else has to hear of it
+        with self._lock:  # no signal is taken until it is known who else has to hear of it
             before = signal.set_wakeup_fd(self.wakeup_fd, warn_on_full_buffer=False)
             if before == self.wakeup_fd:
                 return -1
@@ -163,13 +165,13 @@ class Watchdog:
         """Let another library hear of signals again."""
         signal.set_wakeup_fd(before)
         self.take_signals()
-        with self._hearing:
+        with self._lock:
             self._replaced = -1
 
     def take_signals(self) -> bool:
         """Set ``was_interrupted`` on the monitors if Ctrl-C has come since the last look; return True if so."""
         numbers = b""
-        with self._hearing, contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             numbers = self._signals.recv(4096)
             if self._replaced >= 0 and (heard := numbers.replace(b"\0", b"")):
                 os.write(self._replaced, heard)  # asyncio's handlers run by that alone
@@ -246,7 +248,8 @@ class signals_wake_watchdog:  # noqa: N801 - a context manager, read as a phrase
 
 def _after_fork() -> None:
     """Stop a forked child from waking its parent's watchdog on the child's signals."""
-    global _watchdog
+    global _starting, _watchdog
+    _starting = threading.RLock()
     if _watchdog is not None and (before := signal.set_wakeup_fd(-1)) not in (-1, _watchdog.wakeup_fd):
         signal.set_wakeup_fd(before)
     _watchdog = None
@@ -254,15 +257,22 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 _watchdog: Watchdog | None = None
+_starting = threading.RLock()
+"""The lock that is held while the watchdog is started."""
 
 
 def watchdog() -> Watchdog:
     """Return the watchdog of this process, started at the first call; a forked child has its own."""
+    return _watchdog or _started()
+
+
+def _started() -> Watchdog:
     global _watchdog
-    if _watchdog is None:
-        _watchdog = Watchdog()
-        _tell_of_exceptions()
-    return _watchdog
+    with _starting:  # two threads may come at once
+        if _watchdog is None:
+            _watchdog = Watchdog()
+            _tell_of_exceptions()
+        return _watchdog
 
 
 @functools.cache  # a forked child has its parent's hook

@@ -4,6 +4,8 @@ import asyncio
 import functools
 import re
 import signal
+import sys
+import threading
 from pathlib import Path
 
 import launching
@@ -11,6 +13,7 @@ import pytest
 from launching import within
 
 from easydist.liveness import watchdog
+from easydist.liveness.monitor import Monitor
 from easydist.testing import distributed
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "watchdog.py"
@@ -60,3 +63,25 @@ def test_asyncio_hears_of_a_signal_that_comes_during_a_wait_in_cpp(rank):
         await asyncio.wait_for(heard.wait(), within(5))
 
     asyncio.run(main())
+
+
+@distributed(world_size=1)
+def test_groups_that_threads_make_at_once_have_entries_of_their_own_and_are_all_watched(rank):
+    made, switches = [], sys.getswitchinterval()
+
+    def make():
+        for _ in range(100):
+            made.append(monitor := Monitor(0, 2, 1.0))
+            watchdog.watchdog().add(monitor)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=make) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switches)
+    assert len({monitor.entry for monitor in made}) == len(made) == 300
+    assert {*made} <= {*watchdog.watchdog().monitors()}

@@ -5,6 +5,13 @@ from mutants.planting import Mutant
 MUTANTS = [
     Mutant(
         "liveness/watchdog.py",
+        "Watchdog.add",
+        "with self._lock:",
+        "with contextlib.nullcontext():",
+        "tests/liveness/test_watchdog.py -k threads_make_at_once",
+    ),
+    Mutant(
+        "liveness/watchdog.py",
         "Watchdog.take_signals",
         "os.write(self._replaced, heard)",
         "pass",
@@ -40,9 +47,9 @@ MUTANTS = [
     ),
     Mutant(
         "liveness/page.py",
-        "OwnPage.new_entry",
-        "max(self._words[_USED], entry + 1)",
-        "entry + 1",
+        "OwnPage._take_entry",
+        "            if (entry := self._words[_USED]) < _ENTRY_COUNT:\n",
+        "            if (entry := self._words[_USED]) < _ENTRY_COUNT and not self._free:\n",
         "tests/liveness/test_leaving.py::test_an_entry_tells_of_its_group_until_there_is_no_other",
     ),
     Mutant(
