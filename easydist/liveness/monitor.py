@@ -47,6 +47,7 @@ class Monitor(GroupStatus):
         waits_in_memory: True if the group's ranks share memory, so that each of them checks the others while it waits.
         is_destroyed: Returns True if the caller has destroyed the group without easydist.
         younger: Returns the monitor of the verbs that wait in the memory of this group; None if there is none.
+        recovered_by: Returns the name of another group of this process that a rank recovers; empty if there is none.
         outside: Called at every look; it raises an error once something outside of the group makes its waits vain.
     """
 
@@ -57,6 +58,7 @@ class Monitor(GroupStatus):
         self.waits_in_memory = False
         self.is_destroyed: Callable[[], bool] = _never
         self.younger: Callable[[], Monitor | None] = _nobody
+        self.recovered_by: Callable[[Peer], str] = _unnamed
         self.outside: Callable[[], None] = nothing
         self._lock = threading.Lock()
 
@@ -174,6 +176,8 @@ class Monitor(GroupStatus):
             cause = self.look(self._heard_from_afar())
         if cause is None and (crossed := self._crossed(listens)) is not None:
             return crossed
+        if cause is None and listens and (recovering := self._recovering(awaited)) is not None:
+            return recovering
         if cause is None and (listens or is_late) and self._waits_for_a_body(awaited):
             self.extend(now)
         elif cause is None and is_late:
@@ -182,6 +186,15 @@ class Monitor(GroupStatus):
             return self.error_of(cause, awaited)
         if self.warns(now, WARN_AFTER) and not self._others_warn():
             _log.warning("%s", self.late(awaited, now - self._began, "Still waiting."))
+        return None
+
+    def _recovering(self, awaited: Sequence[int]) -> EasydistError | None:
+        """Return the error if an awaited rank recovers another group, and so waits for this rank; None if none does."""
+        for peer in self._unfinished(awaited):
+            if name := self.recovered_by(peer):
+                error = RemoteError(texts.recovers_another(self.operation, peer.rank, name))
+                error.rank, error.is_interrupt = peer.rank, True  # that rank misses this call, as after Ctrl-C
+                return error
         return None
 
     def _others_warn(self) -> bool:
@@ -424,6 +437,10 @@ class Monitor(GroupStatus):
 
 def _never() -> bool:
     return False
+
+
+def _unnamed(peer: Peer) -> str:
+    return ""
 
 
 def _nobody() -> None:

@@ -10,6 +10,7 @@ bytes   content
 0       16 random bytes
 16      three u64: the pid, as the process knows it; the number of entries used; the entry of the last call, plus 1
 40      two u64: the signal on which the process writes its stacks, the descriptor of the file; 0 if it does not
+56      u64: the entry of the group that the process recovers, plus 1; 0 if it recovers none
 64      length of the body, u64; the body that the process runs while others wait for it (``bodies``)
 512     length, u64; the report of the exception that ended the process
 32768   the entries: 2048 bytes for each group
@@ -65,7 +66,7 @@ _PARTNER = (1 << 32) - 1
 
 _LAST_MESSAGE = (1 << 31) - 1
 
-_PID, _USED, _LAST, _SIGNAL, _STACKS = 2, 3, 4, 5, 6
+_PID, _USED, _LAST, _SIGNAL, _STACKS, _RECOVERS = 2, 3, 4, 5, 6, 7
 """Indices of 8-byte words of the page."""
 
 
@@ -127,6 +128,10 @@ class _Page:
     def body(self) -> str:
         """Return the body that the process runs while others wait for it; empty if there is none."""
         return self._text(_BODY, _REPORT)
+
+    def recovers(self) -> int:
+        """Return the entry of the group that the process recovers; -1 if it recovers none."""
+        return self._words[_RECOVERS] - 1
 
     def entries(self) -> list[PageEntry]:
         """Return the entries of the process: each of its groups, and its state there."""
@@ -321,6 +326,10 @@ class OwnPage(_Page):
         self._memory[start : start + _VERSION.size + len(data)] = (
             _VERSION.pack(number, zlib.crc32(data, number), len(data)) + data
         )
+
+    def set_recovers(self, entry: int) -> None:
+        """Record which group the process recovers, by its entry; -1 for none any more."""
+        self._words[_RECOVERS] = entry + 1
 
     def set_body(self, text: str) -> None:
         """Write the body that the process runs; empty after its end."""

@@ -187,6 +187,15 @@ class Peer:
         """True if an entry of its page is that of the group to which this peer belongs."""
         return entry == self._entry >= 0
 
+    def recovers(self) -> int:
+        """Return the entry of the group that its process recovers; -1 if it is not known to recover one."""
+        return -1 if self._page is None else self._page.recovers()
+
+    def is_in(self, entry: int, peer: Peer) -> bool:
+        """True if this is the process of another peer, and the entry is that of the group to which this one belongs."""
+        page, is_one = self._page, self._process is peer._process and self._entry == entry
+        return page is not None and is_one and not page.is_reused(entry, self._born)
+
     def place(self) -> str:
         """Return the place of its last call; empty if it is not visible."""
         return self._page.place() if self._page else ""

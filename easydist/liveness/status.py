@@ -39,6 +39,10 @@ _ROWS = 32
 """The most ranks that a text lists."""
 
 
+_all: dict[int, weakref.ref[GroupStatus]] = {}
+"""The groups of this process, by their identity: tables can be copied in one step."""
+
+
 class GroupStatus(GroupProtocol):
     """One rank's knowledge of a group; ``GroupProtocol`` draws the conclusions.
 
@@ -76,7 +80,8 @@ class GroupStatus(GroupProtocol):
         self.entry = self._page.new_entry() if self._page else -1
         self.crossing = Crossing(rank, self._page, self.entry)
         if self._page is not None:
-            weakref.finalize(self, self._page.free_entry, self.entry).atexit = False
+            _all[id(self)] = weakref.ref(self)
+            weakref.finalize(self, _forget, id(self), self._page, self.entry).atexit = False
         self.describe()
         self._place = b""
         self._published = (0, b"")
@@ -456,6 +461,43 @@ class GroupStatus(GroupProtocol):
         state = texts.IDLE if is_idle else texts.state(self._place_of(peer), is_missing, is_unknown)
         state = texts.in_body(body.text) if body else state
         return texts.row(rank, state, known.condition(even_if_well=is_missing or is_idle))
+
+
+def _forget(known: int, page: OwnPage, entry: int) -> None:
+    _all.pop(known, None)
+    page.free_entry(entry)
+
+
+def _others() -> list[GroupStatus]:
+    return [status for ref in tuple(_all.values()) if (status := ref()) is not None]
+
+
+@contextlib.contextmanager
+def recovering(group: GroupStatus) -> Iterator[None]:
+    """Let ranks that wait for this one in other groups know that it recovers this group, for which it needs them.
+
+    They give their calls up. So this rank may have missed calls, as after Ctrl-C.
+    """
+    page, others = own_page(), _others()
+    if page is not None:
+        page.set_recovers(group.entry)
+    try:
+        yield
+    finally:
+        if page is not None:
+            page.set_recovers(-1)
+        for other in others:
+            other.was_interrupted = True
+
+
+def recovered_by(peer: Peer) -> str:
+    """Return the name of the group of this process that another rank recovers; empty if there is none.
+
+    Also if this process recovers a group itself: the other rank then does not wait for it.
+    """
+    if (entry := peer.recovers()) < 0 or (page := own_page()) is None or page.recovers() >= 0:
+        return ""
+    return next((one.name for one in _others() if any(other.is_in(entry, peer) for other in one.peers.values())), "")
 
 
 def _none(ranks: Iterable[int]) -> Sequence[int]:

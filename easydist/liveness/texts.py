@@ -192,6 +192,14 @@ def unreached(operation: str, where: str, is_served_by_rank_0: bool, seconds: fl
     return "\n".join([head, *rows, advice])
 
 
+def recovers_another(operation: str, rank: int, name: str) -> str:
+    """Return the text for a rank that waits for another one, which recovers another group and waits there for it."""
+    return (
+        f"{operation}: rank {rank} recovers {_group(name)}, and waits for this rank there\n"
+        "Call recover() on this rank, too, and then repeat this call."
+    )
+
+
 def recovers(rank: int) -> str:
     """Return the text for ranks that wait in a group that another rank has left to recover it."""
     return f"recover: rank {rank} has left the group to recover it\nCall recover() on this rank, too."

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import easydist
 from easydist import ProcessState
 from easydist.comms import new_comm
-from easydist.errors import OverlappingCallError, PeerLostError
+from easydist.errors import OverlappingCallError, PeerLostError, RemoteError
 from easydist.groups.communicators import Communicators
 from easydist.groups.registers import RecoveryState
 from easydist.testing import distributed
@@ -127,6 +127,32 @@ def test_of_two_threads_that_recover_a_group_at_once_one_raises(rank, is_comm):
     assert easydist.gather(rank, group=new).tolist() == [0, 1]
     for group in (old, new):
         group.finalize() if is_comm else dist.destroy_process_group(group)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_between_two", [False, True])
+@distributed(world_size=2)
+def test_a_wait_in_another_group_hears_of_a_recovery_and_can_be_repeated_after_it(is_between_two, rank):
+    old, other = dist.new_group(), dist.new_group()
+
+    def exchange():
+        if is_between_two:
+            return easydist.send_object(7, 0, group=other) if rank else easydist.recv_object(1, group=other)
+        return easydist.gather(rank, group=other)
+
+    for group in (old, other):
+        easydist.gather(rank, group=group)
+    if rank == 0:
+        with pytest.raises(RemoteError, match=r"rank 1 recovers the group .*, and waits for this rank there\n"):
+            exchange()
+    new = easydist.recover(old, timeout=launching.within(20))
+    if is_between_two and rank:  # as after Ctrl-C, rank 0 is past that call
+        with pytest.raises(RemoteError):
+            exchange()
+    exchange()
+    assert [easydist.gather(rank, group=group).tolist() for group in (new, other)] == [[0, 1]] * 2
+    for group in (new, old, other):
+        dist.destroy_process_group(group)
 
 
 @distributed(world_size=3)

@@ -4,6 +4,20 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "liveness/status.py",
+        "recovering",
+        "other.was_interrupted = True",
+        "pass",
+        "tests/groups/test_recovering.py -k another_group",
+    ),
+    Mutant(
+        "liveness/status.py",
+        "recovering",
+        "page.set_recovers(-1)",
+        "pass",
+        "tests/groups/test_recovering.py -k another_group",
+    ),
+    Mutant(
         "liveness/watchdog.py",
         "Watchdog.add",
         "with self._lock:",
