@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import launching
@@ -85,3 +86,13 @@ def test_groups_that_threads_make_at_once_have_entries_of_their_own_and_are_all_
         sys.setswitchinterval(switches)
     assert len({monitor.entry for monitor in made}) == len(made) == 300
     assert {*made} <= {*watchdog.watchdog().monitors()}
+
+
+@distributed(world_size=1)
+def test_signals_other_than_ctrl_c_cause_no_checks_between_those_of_each_quarter_second(rank):
+    watched, looks, began = Monitor(0, 2, 1.0), [], time.monotonic()
+    watched.publish = lambda: looks.append(None)
+    watchdog.watchdog().add(watched)
+    for _ in range(200):
+        watchdog.watchdog().sync_signals()
+    assert len(looks) <= (time.monotonic() - began) / 0.25 + 2

@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "liveness/watchdog.py",
+        "Watchdog._check_all",
+        "elif time.monotonic() < self._due:",
+        "elif False:",
+        "tests/liveness/test_watchdog.py -k signals_other",
+    ),
+    Mutant(
         "liveness/status.py",
         "recovering",
         "other.was_interrupted = True",
