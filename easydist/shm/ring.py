@@ -29,8 +29,8 @@ import torch
 from easydist import memory
 from easydist.memory import copy
 from easydist.shm.futex import Futex
-from easydist.shm.segment import Segment, nameless_file
-from easydist.shm.slots import NEVER
+from easydist.shm.segment import Segment, name_of, nameless_file
+from easydist.shm.slots import NEVER, rounded
 
 NOTE_NBYTES = 768
 """The bytes of a reader's note about itself."""
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, readers: int, capacity: int, messages: int) -> Shape:
         """Return a shape for ``messages`` messages, and for ``capacity`` bytes in pieces of the usual size."""
-        capacity = _rounded(max(capacity, _PAGE), _PAGE)
+        capacity = rounded(max(capacity, _PAGE), _PAGE)
         return cls(readers, messages + capacity // min(_LARGEST_PIECE, capacity // 4) + 1, capacity)
 
     def plain(self) -> tuple[int, int, int]:
@@ -89,16 +89,12 @@ class Shape(NamedTuple):
     @property
     def data_at(self) -> int:
         """The offset of the data."""
-        return _rounded(8 * (self.entries_at + _ENTRY * self.entries), _PAGE)
+        return rounded(8 * (self.entries_at + _ENTRY * self.entries), _PAGE)
 
     @property
     def nbytes(self) -> int:
         """The bytes of the whole segment."""
         return self.data_at + self.capacity
-
-
-def _rounded(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
 
 
 class _RingEnd:
@@ -184,8 +180,7 @@ class RingWriter(_RingEnd):
     def __init__(self, shape: Shape) -> None:
         self._file = nameless_file(shape.nbytes, shape.data_at + min(shape.capacity, _HOT))
         try:
-            status = os.fstat(self._file)
-            self.name = f"{os.getpid()}/{self._file}/{status.st_dev}/{status.st_ino}"
+            self.name = name_of(self._file)
             super().__init__(Segment(self.name, shape.nbytes, self._file), shape, 0)
         except BaseException:
             os.close(self._file)
@@ -239,7 +234,7 @@ class RingWriter(_RingEnd):
 
     def _grow(self, nbytes: int) -> bool:
         """Allocate more of the capacity, but leave a quarter of the file system free; return False if that fails."""
-        goal = min(self.shape.capacity, _rounded(nbytes, _STEP))
+        goal = min(self.shape.capacity, rounded(nbytes, _STEP))
         system = os.fstatvfs(self._file)
         if nbytes > goal or (system.f_bavail - system.f_blocks // 4) * system.f_frsize < goal - self._backed:
             return False
@@ -273,7 +268,7 @@ class RingWriter(_RingEnd):
         words = self._words
         number = words[_POSTED]
         # Before it is announced: ``_settled`` takes it back if an interrupt comes in between.
-        self._pieces.append(_RingPiece(number, start, start + _rounded(nbytes, _ALIGNMENT), at + nbytes == total))
+        self._pieces.append(_RingPiece(number, start, start + rounded(nbytes, _ALIGNMENT), at + nbytes == total))
         i = self._entries_at + _ENTRY * (number % self.shape.entries)
         words[i], words[i + 1], words[i + 2], words[i + 3] = start, nbytes, at, total
         self._tell_all(_POSTED, number + 1)

@@ -47,8 +47,7 @@ class Segment:
         """
         descriptor = nameless_file(nbytes, nbytes)
         try:
-            status = os.fstat(descriptor)
-            segment = cls(f"{os.getpid()}/{descriptor}/{status.st_dev}/{status.st_ino}", nbytes, descriptor)
+            segment = cls(name_of(descriptor), nbytes, descriptor)
         except BaseException:
             os.close(descriptor)
             raise
@@ -84,6 +83,12 @@ class Segment:
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             self.unlink()
+
+
+def name_of(descriptor: int) -> str:
+    """Return the text that another process needs to attach a file of this process."""
+    status = os.fstat(descriptor)
+    return f"{os.getpid()}/{descriptor}/{status.st_dev}/{status.st_ino}"
 
 
 def nameless_file(nbytes: int, backed: int) -> int:

@@ -72,7 +72,8 @@ Need = tuple[int, tuple[int, ...]]
 """The reason for which a generator waits: a step that these ranks have to publish, or ``NEVER`` and a pipe's peer."""
 
 
-def _rounded(value: int, unit: int) -> int:
+def rounded(value: int, unit: int) -> int:
+    """Return the least multiple of a unit that is not less than a value."""
     return -(-value // unit) * unit
 
 
@@ -120,7 +121,7 @@ class Slots:
     @staticmethod
     def nbytes(size: int, slot: int) -> int:
         """Return the bytes that a segment needs for slots of at least ``slot`` bytes."""
-        slots = _SLOTS_PER_RANK * size * _rounded(max(slot, 1), 8 * _LINE * size)
+        slots = _SLOTS_PER_RANK * size * rounded(max(slot, 1), 8 * _LINE * size)
         return _control(size) + slots + _messages(size)
 
     def _cell(self, rank: int, number: int) -> int:
@@ -256,7 +257,7 @@ class Slots:
     def _pipe(self, lane: int, src: int, dst: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
         """Return the cells of ``posted``, ``taken`` and the lengths, and the addresses of the two chunks."""
         # With four ranks: posted at 16, taken at 24, the mailboxes at 32, lengths and kinds at 64.
-        taken = 2 * _LINE + _rounded(_LANES * self.size, _LINE)
+        taken = 2 * _LINE + rounded(_LANES * self.size, _LINE)
         lengths = 2 * taken - 2 * _LINE + self.size * _LINE
         first = self._address + self.slot_offset(src, 2) + 2 * (lane * self.size + dst) * self.chunk
         return (
@@ -270,7 +271,7 @@ class Slots:
 
     def message_cell(self, rank: int, peer: int) -> int:
         """Return the first cell of the eight numbers that ``rank`` writes about its messages to and from ``peer``."""
-        return self._cell(rank, 2 * _LINE + 2 * _rounded(_LANES * self.size, _LINE) + peer * _LINE)
+        return self._cell(rank, 2 * _LINE + 2 * rounded(_LANES * self.size, _LINE) + peer * _LINE)
 
     def message_address(self, src: int, dst: int) -> int:
         """Return the address of the two chunks of the mailbox for messages from ``src`` to ``dst``."""
@@ -451,13 +452,13 @@ def unequal(rank: int, found: int, expected: int) -> SizeMismatch:
 
 def _block(size: int) -> int:
     """Return the count of numbers per rank in the control block."""
-    pipes = 2 * _rounded(_LANES * size, _LINE) + _rounded(4 * _LANES * size, _LINE)
+    pipes = 2 * rounded(_LANES * size, _LINE) + rounded(4 * _LANES * size, _LINE)
     return 2 * _LINE + pipes + size * _LINE + _calls(size)
 
 
 def _calls(size: int) -> int:
     """Return the count of numbers in which a rank describes its calls and its wait."""
-    return _rounded(_CALLS + _WAIT + (_CALLS_PER_RANK + _WAIT_PER_RANK) * size, _LINE)
+    return rounded(_CALLS + _WAIT + (_CALLS_PER_RANK + _WAIT_PER_RANK) * size, _LINE)
 
 
 def _message_chunk(size: int) -> int:
@@ -471,4 +472,4 @@ def _messages(size: int) -> int:
 
 def _control(size: int) -> int:
     """Return the bytes before the data, rounded up to whole pages."""
-    return _rounded(8 * (_LINE + size * _block(size)), _PAGE)
+    return rounded(8 * (_LINE + size * _block(size)), _PAGE)
