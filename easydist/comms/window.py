@@ -246,21 +246,26 @@ class RegisteredWindow(_Window):
             tensor: Keeps its values. Existing views of it still refer to the old memory.
 
         Raises:
-            RuntimeError: On every rank: the tensor of one is not contiguous, or it has registered another one, or the
+            RuntimeError: On every rank: that of one is no contiguous tensor, or it has registered another one, or the
                 sizes differ, or the ranks cannot share memory.
         """
-        fault = "" if tensor.is_contiguous() else "tensor_register: Tensor must be contiguous"
-        if reason := absence(tensor):
-            fault = f"tensor_register: the tensor {reason}"
-        if self._tensor is not None:
-            fault = "a tensor is registered already: call tensor_deregister first"
-        core = self._comm.core()
-        self._regions = Regions(core, self._exchange, tensor.nbytes, core.get_size(), fault)
+        fault, core = self._fault(tensor), self._comm.core()
+        self._regions = Regions(core, self._exchange, getattr(tensor, "nbytes", 0), core.get_size(), fault)
         memory = self._view(self._comm.get_rank(), tensor.shape, tensor.dtype, 0)
         memory.copy_(tensor.detach())
         tensor.data = memory
         self._tensor = tensor
         self._exchange(b"")  # afterwards all ranks see its values
+
+    def _fault(self, tensor: object) -> str:
+        """Return the reason why this rank cannot register what it was given; empty if it can."""
+        if self._tensor is not None:
+            return "a tensor is registered already: call tensor_deregister first"
+        if not isinstance(tensor, torch.Tensor):
+            return f"tensor_register: takes a tensor, got {type(tensor).__name__}"
+        if reason := absence(tensor):
+            return f"tensor_register: the tensor {reason}"
+        return "" if tensor.is_contiguous() else "tensor_register: Tensor must be contiguous"
 
     def tensor_deregister(self) -> None:
         """Give the tensor its own memory again.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from easydist.agreement.runner import meet
+from easydist.base.arguments import integers
 from easydist.base.eager import eager
 from easydist.errors import DisagreementError, EasydistError
 from easydist.messages.frames import OBJECT, TENSOR, TENSOR_DICT, Message
@@ -70,7 +71,7 @@ class PointToPoint(Members):
         peer = self._peer_of(src, -1)
 
         def open_(message: Message) -> tuple[Incoming, Buffers]:
-            wanted = torch.Size(size)
+            wanted = torch.Size(integers("recv: size", size, "a shape"))
             incoming = Incoming.announced(self.communicators, message.body)
             came = incoming.tree
             if came.dtype is not dtype or came.numel() != wanted.numel():

@@ -313,9 +313,7 @@ class Streams:
         self._compare()
         ranks = self._awaited(operation)
         if over:
-            late = CollectiveTimeout(f"not all ranks came within the timeout of {limit:g} s: ranks {ranks} are missing")
-            late.missing = tuple(ranks)
-            raise late
+            raise _late(limit, ranks)
         self._guard(ranks, now - began)
         return now
 
@@ -328,10 +326,7 @@ class Streams:
         if not self._calls.compares:
             return
         with self._lock:
-            error = self._calls.compare()
-            if error is not None:
-                self._drop(error)
-                raise error
+            self._end_with(self._calls.compare())
 
     def _used_by_another(self) -> None:
         """Note which thread begins the operations."""
@@ -357,10 +352,17 @@ class Streams:
             if not operation.left:
                 return
             call = None if operation.describe is None else operation.describe()
-            error = self._calls.cycle(self._flags(operation), call)
-            if error is not None:
-                self._drop(error)
-                raise error
+            self._end_with(self._calls.cycle(self._flags(operation), call))
+
+    def _end_with(self, error: DisagreementError | None) -> None:
+        """End all operations with an error and raise it, if there is one."""
+        if error is None:
+            return
+        self._drop(error)
+        try:
+            raise error
+        finally:
+            del error  # a local would keep the frames, and the data of the call, in a cycle
 
     def _flags(self, operation: Operation) -> list[int]:
         """Return what an operation needs from each rank, and what this rank has begun for it, see ``cycles``."""
@@ -436,7 +438,8 @@ class Streams:
         self._calls.keep(error)
 
     def _fail(self, error: BaseException) -> None:
-        self.error = error
+        # The error itself will have the frames of the wait that raises it, and with them the data of the call.
+        self.error = error = copy.copy(error) if isinstance(error, EasydistError) else error
         for stream in self._active:
             for _, operation in tuple(stream.queue):  # a copy, as in ``_awaited``
                 operation.error, operation.left = error, 0
@@ -467,6 +470,12 @@ class Streams:
         self._streams.clear()
         self._calls.close()
         del self._slots
+
+
+def _late(limit: float | None, ranks: Sequence[int]) -> CollectiveTimeout:
+    error = CollectiveTimeout(f"not all ranks came within the timeout of {limit:g} s: ranks {ranks} are missing")
+    error.missing = tuple(ranks)
+    return error
 
 
 def _never() -> bool:

@@ -8,6 +8,7 @@ import weakref
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from groups import BACKENDS, check_works, made, of_all
 from launching import within
 
@@ -275,6 +276,29 @@ def test_an_error_keeps_no_data_until_garbage_is_collected(rank, name):
         assert gone() is None
     finally:
         gc.enable()
+
+
+@distributed(world_size=2)
+def test_a_timeout_in_shared_memory_keeps_no_data_until_garbage_is_collected(rank):
+    data, store = torch.ones(2), dist.group.WORLD.get_group_store()
+    gone = weakref.ref(data)
+    with made("shm") as group:
+        easydist.gather(rank, group=group)
+        if rank == 1:
+            store.wait(["late"])
+            with pytest.raises(CollectiveTimeout):
+                easydist.gather(rank, group=group)
+        else:
+            gc.disable()
+            try:
+                with contextlib.suppress(CollectiveTimeout):
+                    easydist.gather(data, group=group, timeout=0.05)
+                del data
+                assert gone() is None
+            finally:
+                gc.enable()
+                store.set("late", "")
+        assert easydist.gather(rank, group=group).tolist() == [0, 1]
 
 
 @pytest.mark.slow

@@ -109,6 +109,8 @@ def test_a_fault_of_one_rank_is_raised_on_all_and_a_rank_that_does_not_come_is_n
         comm.window_allocate(-rank)
     with pytest.raises(RuntimeError, match=r"^tensor_register: Tensor must be contiguous \(rank 0\)$"):
         comm.new_window(torch.ones(4)[:: 2 - rank])
+    with pytest.raises(RuntimeError, match=r"^tensor_register: takes a tensor, got str \(rank 1\)$"):
+        comm.new_window("x" if rank else torch.ones(4))
     window = comm.new_window(torch.full((2,), rank))
     assert window.map_remote_tensor(1 - rank).tolist() == [1 - rank] * 2
     comm.set_timeout(timedelta(milliseconds=50))

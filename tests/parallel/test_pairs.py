@@ -195,7 +195,7 @@ def unlike(group, rank):
             lambda: group.send([1.0]),
             lambda: group.recv(torch.Size([1]), torch.float32),
         ),
-        "recv: rank 1 cannot take what rank 0 sends\n  rank 1: TypeError": (
+        "recv: rank 1 cannot take what rank 0 sends\n  rank 1: TypeError: recv: size='size' is not a shape": (
             lambda: group.send(tree["y"]),
             lambda: group.recv("size", torch.float32),
         ),
