@@ -11,6 +11,7 @@ made before the first use of easydist.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 from collections.abc import Iterable
@@ -74,6 +75,8 @@ def _after_fork() -> None:
     global generation, _parents_rank
     generation, _parents_rank = generation + 1, _rank()
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is not None:
+        gc.freeze()  # cycles that the parent has not collected may hold groups of which nobody knows any more
     if (world := getattr(c10d, "_world", None)) is not None:
         keep(list(world.pg_map))
 

@@ -29,6 +29,9 @@ About = tuple[torch.Tensor | None, int | None, ReduceOp | None]
 BYTES = torch.uint8
 _Tensor, _STRIDED = torch.Tensor, torch.strided
 _FLAT = (1,)
+_FEW = 64
+"""The most pairs of an output and an input whose memory is compared one by one."""
+
 _FOREVER = timedelta(days=36500)
 """The longest time limit: gloo counts nanoseconds in 64 bits, so that ``timedelta.max`` would be over at once."""
 
@@ -295,9 +298,24 @@ def check_apart(
         rank: This rank.
         parts: The number of equal parts, one per rank, of which a lone output consists.
     """
-    written, sent = _spans(outputs), _spans(inputs)
-    if len(written) == len(sent) == 1 and (written[0][1] <= sent[0][0] or sent[0][1] <= written[0][0]):
-        return  # the usual case
+    sent = _spans(inputs)
+    if len(outputs) * len(sent) > _FEW or _meet(outputs, sent):  # the latter is quick, but knows of no own part
+        _check_spans(name, _spans(outputs), sent, rank, parts)
+
+
+def _meet(tensors: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> bool:
+    """True if a tensor shares memory with one of these spans."""
+    for tensor in tensors:
+        first = tensor.data_ptr()
+        last = first + tensor.nbytes
+        for start, stop in spans:
+            if start < last and first < stop:
+                return True
+    return False
+
+
+def _check_spans(name: str, written: list[tuple[int, int]], sent: list[tuple[int, int]], rank: int, parts: int) -> None:
+    """Check whether any two overlap, except for those of this rank, in the order of their addresses."""
     if parts > 1:
         ((start, stop),) = written
         nbytes = (stop - start) // parts

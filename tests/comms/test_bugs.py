@@ -340,7 +340,8 @@ def test_a_forked_child_does_not_end_the_communicator_of_its_parent(rank, backen
             lambda: comm.split([0, 1], "both", timeout=timedelta(seconds=0.1)),
         ]
         for call in calls:
-            assert in_a_child(call).startswith("this process was forked from a rank of the group")
+            told = in_a_child(call)
+            assert told.startswith("this process was forked from a rank of the group"), (calls.index(call), told)
         dist.barrier()
         work.wait()
     else:
@@ -348,3 +349,23 @@ def test_a_forked_child_does_not_end_the_communicator_of_its_parent(rank, backen
         comm.all_reduce(part := torch.ones(1 << 20), ReduceOp.SUM, False)
     assert part.unique().tolist() == [2]
     assert total(comm) == 2
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_a_forked_child_does_not_collect_the_groups_of_its_parent():
+    """A group in a cycle that the parent has not collected: its destructor would join threads that the child lacks."""
+    gc.disable()
+    try:
+        cycle = [dist.new_group([0, 1])]
+        dist.barrier(cycle[0])
+        dist.destroy_process_group(cycle[0])
+        cycle.append(cycle)
+        del cycle
+        assert in_a_child(lambda: (gc.collect(), exit_with("collected"))) == "collected"
+    finally:
+        gc.enable()
+
+
+def exit_with(text):
+    raise SystemExit(text)

@@ -12,14 +12,14 @@ MUTANTS = [
     ),
     Mutant(
         "transport/checked.py",
-        "check_apart",
+        "_check_spans",
         "start < ends[not is_sent]",
         "start < ends[is_sent]",
         "tests/transport/test_conformance.py::test_what_is_still_to_be_sent_is_not_written",
     ),
     Mutant(
         "transport/checked.py",
-        "check_apart",
+        "_check_spans",
         "own = rank if len(written) > 1 else 0",
         "own = 0",
         "tests/transport/test_conformance.py::test_what_is_still_to_be_sent_is_not_written",
