@@ -298,20 +298,17 @@ def check_apart(
         rank: This rank.
         parts: The number of equal parts, one per rank, of which a lone output consists.
     """
-    sent = _spans(inputs)
-    if len(outputs) * len(sent) > _FEW or _meet(outputs, sent):  # the latter is quick, but knows of no own part
-        _check_spans(name, _spans(outputs), sent, rank, parts)
-
-
-def _meet(tensors: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> bool:
-    """True if a tensor shares memory with one of these spans."""
-    for tensor in tensors:
-        first = tensor.data_ptr()
-        last = first + tensor.nbytes
-        for start, stop in spans:
-            if start < last and first < stop:
-                return True
-    return False
+    if len(outputs) * len(inputs) > _FEW:
+        _check_spans(name, _spans(outputs), _spans(inputs), rank, parts)
+        return
+    for tensor in inputs:
+        start = tensor.data_ptr()
+        stop = start + tensor.nbytes
+        for output in outputs:
+            first = output.data_ptr()
+            if first < stop and start < first + output.nbytes:  # perhaps the own part
+                _check_spans(name, _spans(outputs), _spans(inputs), rank, parts)
+                return
 
 
 def _check_spans(name: str, written: list[tuple[int, int]], sent: list[tuple[int, int]], rank: int, parts: int) -> None:
