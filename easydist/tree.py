@@ -368,7 +368,7 @@ def _flatten(node: Any, path: str, walk: _Walk) -> Any:
         paths.extend([path + name for name in names] if path else names)  # reuse strings, which have cached their hash
         return kind.close, context, slice(first, len(values))
     for name, child in zip(names, children, strict=True):
-        if name in skip and not (name[0] == "[" and isinstance(node, Sequence)):
+        if name in skip and not (name[0] == "[" and isinstance(node, Sequence)):  # [0] may be a key or a position
             nodes.append(_Static(child))
         elif is_leaf(child):  # the same as above, but saves a call
             nodes.append(len(values))

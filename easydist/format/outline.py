@@ -175,9 +175,8 @@ class _Writer:
         self.tensors: dict[str, torch.Tensor] = {}
         self.ties: dict[str, str] = {}
         self._first: dict[Any, str] = {}
-        self._alive: list[
-            Any
-        ] = []  # a mapping may create its values on each access; later ones must not get their addresses
+        # A mapping may create its values on each access; later ones must not get their addresses.
+        self._alive: list[Any] = []
 
     def node(self, value: Any, path: str, depth: int) -> Any:
         if self._objects is not None and is_object(value):

@@ -270,8 +270,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     def broadcast(self, tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set in place ``tensor = tensor of the root``."""
         root = self._root("broadcast", opts)
-        spread = lambda flat: [self._backend.broadcast(as_bytes(flat), root)]  # noqa: E731
-        return self._each("broadcast", [Filled(tensor, filled=True) for tensor in tensors], spread, root)
+        targets = [Filled(tensor, filled=True) for tensor in tensors]
+        return self._each("broadcast", targets, lambda flat: [self._backend.broadcast(as_bytes(flat), root)], root)
 
     @overloaded(2, 1)
     def gather(self, output_tensors: Sequence[TensorList], input_tensors: TensorList, opts: Any = None) -> GroupWork:

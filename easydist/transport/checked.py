@@ -298,17 +298,19 @@ def check_apart(
         rank: This rank.
         parts: The number of equal parts, one per rank, of which a lone output consists.
     """
-    if len(outputs) * len(inputs) > _FEW:
+    if len(outputs) * len(inputs) > _FEW or _share_memory(outputs, inputs):  # perhaps the own part alone
         _check_spans(name, _spans(outputs), _spans(inputs), rank, parts)
-        return
+
+
+def _share_memory(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
     for tensor in inputs:
         start = tensor.data_ptr()
         stop = start + tensor.nbytes
         for output in outputs:
             first = output.data_ptr()
-            if first < stop and start < first + output.nbytes:  # perhaps the own part
-                _check_spans(name, _spans(outputs), _spans(inputs), rank, parts)
-                return
+            if first < stop and start < first + output.nbytes:
+                return True
+    return False
 
 
 def _check_spans(name: str, written: list[tuple[int, int]], sent: list[tuple[int, int]], rank: int, parts: int) -> None:
