@@ -29,8 +29,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a s
 # torch looks up the name of the other end of each connection to a store. A lookup that is lost takes five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
-PRELOADED = ["easydist.testing.worker", "pytest", "hypothesis", "torchmetrics", "torcheval.metrics", "tensordict"]
-"""The modules that the fork server loads once for all ranks: each rank would need five seconds for them."""
+PRELOADED = ["easydist.testing.worker", "pytest", "hypothesis", "tensordict"]
+"""The modules that the fork server loads once for all ranks: each rank would need seconds for them."""
+
+ONLY_SLOW = ["torchmetrics", "torcheval.metrics"]
+"""Further ones, of slow tests."""
 
 LONGEST = ("tests/test_leaks.py", "tests/test_links.py", "tests/slurm/")
 """The files that wait longest, with the processor idle."""
@@ -49,6 +52,10 @@ def cluster():
     pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     with private_cluster() as made:
         yield made
+
+
+def pytest_ignore_collect(collection_path, config):
+    return selection.is_left_out(collection_path, config) or None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -74,9 +81,10 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log)
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     default_pool()
-    multiprocessing.set_forkserver_preload(PRELOADED)  # the server starts with the first rank
+    any_slow = any(item.get_closest_marker("slow") for item in session.items)
+    multiprocessing.set_forkserver_preload(PRELOADED + any_slow * ONLY_SLOW)  # the server starts with the first rank
     gc.collect()
     gc.freeze()  # torch and the tests themselves are then not scanned again and again
 

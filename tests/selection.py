@@ -25,7 +25,15 @@ LAUNCHERS = (
 APART = {"ray": RAY, "notebook": ("tests/notebook/",), "launchers": LAUNCHERS}
 """The slow tests with targets of their own, by mark. ``make test`` runs those that a planted fault names."""
 
+_ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
+
 NAMED = {name.partition("[")[0] for faults in rooms().values() for one in faults for name in one.tests.split()}
+
+
+def is_left_out(path, config):
+    """Return whether the marks that were asked for leave out all tests of a file, some of which load for seconds."""
+    expression = config.getoption("markexpr")
+    return "not slow" in expression and path.suffix == ".py" and bool(_ALL_SLOW.search(path.read_text()))
 
 
 def mark(items):
