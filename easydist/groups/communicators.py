@@ -30,7 +30,7 @@ from easydist.groups.recovering import Attempt, Recovered, Recovery, alone
 from easydist.groups.sharing import Hosts, all_gather, attach, introduce, is_wanted
 from easydist.liveness.monitor import Monitor, again
 from easydist.liveness.peer import host_id
-from easydist.liveness.status import nothing, recovered_by, recovering
+from easydist.liveness.status import nothing, recovering
 from easydist.liveness.timed_store import TimedStore
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
 from easydist.shm.mailbox import Mailbox
@@ -153,7 +153,6 @@ class Communicators:
         timeout = timeout_of(group) if founding is None else founding.timeout
         self.monitor = Monitor(self.rank, self.size, timeout, store, self.name)
         self.monitor.elder = getattr(group, "monitor", None)  # a group in shared memory has met
-        self.monitor.recovered_by = recovered_by
         self.frames = Frames(self.size)
         self.under_way: dict[str, Any] = {}
         # The bodies of ``together`` and the like that this rank is in; and the outermost one that a rank has left with

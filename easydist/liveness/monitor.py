@@ -20,7 +20,7 @@ from easydist.liveness.events import Cause, Heard, Parting, Why
 from easydist.liveness.page import MessageWait
 from easydist.liveness.peer import Peer
 from easydist.liveness.report import EXCEPTION, INTERRUPT, fields_of, kind_of
-from easydist.liveness.status import GroupStatus, nothing
+from easydist.liveness.status import GroupStatus, nothing, recovered_by
 from easydist.liveness.timed_store import TimedStore
 from easydist.liveness.watchdog import interrupts_deferred
 
@@ -47,7 +47,6 @@ class Monitor(GroupStatus):
         waits_in_memory: True if the group's ranks share memory, so that each of them checks the others while it waits.
         is_destroyed: Returns True if the caller has destroyed the group without easydist.
         younger: Returns the monitor of the verbs that wait in the memory of this group; None if there is none.
-        recovered_by: Returns the name of another group of this process that a rank recovers; empty if there is none.
         outside: Called at every look; it raises an error once something outside of the group makes its waits vain.
     """
 
@@ -58,7 +57,6 @@ class Monitor(GroupStatus):
         self.waits_in_memory = False
         self.is_destroyed: Callable[[], bool] = _never
         self.younger: Callable[[], Monitor | None] = _nobody
-        self.recovered_by: Callable[[Peer], str] = _unnamed
         self.outside: Callable[[], None] = nothing
         self._lock = threading.Lock()
 
@@ -191,8 +189,8 @@ class Monitor(GroupStatus):
     def _recovering(self, awaited: Sequence[int]) -> EasydistError | None:
         """Return the error if an awaited rank recovers another group, and so waits for this rank; None if none does."""
         for peer in self._unfinished(awaited):
-            if name := self.recovered_by(peer):
-                error = RemoteError(texts.recovers_another(self.operation, peer.rank, name))
+            if name := recovered_by(peer):
+                error = RemoteError(texts.recovers_another(self.operation, peer.rank, name, self.advice.recovered))
                 error.rank, error.is_interrupt = peer.rank, True  # that rank misses this call, as after Ctrl-C
                 return error
         return None
@@ -437,10 +435,6 @@ class Monitor(GroupStatus):
 
 def _never() -> bool:
     return False
-
-
-def _unnamed(peer: Peer) -> str:
-    return ""
 
 
 def _nobody() -> None:

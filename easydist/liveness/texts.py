@@ -48,20 +48,24 @@ class Advice(NamedTuple):
     Attributes:
         late: The advice after a timeout.
         failed: The advice after a rank has failed or was interrupted before the end of a call.
+        recovered: What to do with the group after ``recover`` of another one, in which a rank was instead.
     """
 
     late: str
     failed: str
+    recovered: str
 
 
 RECONNECTS = Advice(
     "Make sure that every rank makes this call, or give it more time (timeout=). The next call reconnects.",
     "The next call of the group reconnects.",
+    "repeat this call",
 )
 UNMADE = "Make sure that every rank makes this call, or give it more time (timeout=). Then make it again on all ranks."
 ENDED = Advice(
     "The group can no longer be used. Make a new one, with more time (timeout=).",
     "The group can no longer be used. Make a new one.",
+    "for this one",
 )
 
 
@@ -192,11 +196,11 @@ def unreached(operation: str, where: str, is_served_by_rank_0: bool, seconds: fl
     return "\n".join([head, *rows, advice])
 
 
-def recovers_another(operation: str, rank: int, name: str) -> str:
+def recovers_another(operation: str, rank: int, name: str, then: str) -> str:
     """Return the text for a rank that waits for another one, which recovers another group and waits there for it."""
     return (
         f"{operation}: rank {rank} recovers {_group(name)}, and waits for this rank there\n"
-        "Call recover() on this rank, too, and then repeat this call."
+        f"Call recover() for that group on this rank, too, and then {then}."
     )
 
 

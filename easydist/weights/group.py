@@ -30,6 +30,7 @@ _ABANDONED = "abandoned"
 _ADVICE = texts.Advice(
     "Each member has to call init_group with its rank; a process that has ended has to be replaced first.",
     "Make the group again on all members.",
+    "make this group again on all members",
 )
 
 CONNECT = 5.0

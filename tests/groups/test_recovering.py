@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 import easydist
+import easydist.process_group
 from easydist import ProcessState
-from easydist.comms import new_comm
+from easydist.comms import ReduceOp, new_comm
 from easydist.errors import OverlappingCallError, PeerLostError, RemoteError
 from easydist.groups.communicators import Communicators
 from easydist.groups.registers import RecoveryState
@@ -153,6 +154,30 @@ def test_a_wait_in_another_group_hears_of_a_recovery_and_can_be_repeated_after_i
     assert [easydist.gather(rank, group=group).tolist() for group in (new, other)] == [[0, 1]] * 2
     for group in (new, old, other):
         dist.destroy_process_group(group)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_comm", [False, True])
+@distributed(world_size=2)
+def test_a_wait_outside_of_verbs_hears_of_a_recovery_of_another_group(is_comm, rank):
+    old = dist.new_group()
+    other = new_comm("shm", torch.device("cpu"), "beside") if is_comm else dist.new_group(backend="easydist_shm")
+
+    def total(group):
+        tensor = torch.tensor([1.0 + rank])
+        group.all_reduce(tensor, ReduceOp.SUM, async_op=False) if is_comm else dist.all_reduce(tensor, group=group)
+        return tensor.item()
+
+    assert (easydist.gather(rank, group=old).tolist(), total(other)) == ([0, 1], 3)
+    if rank == 0:
+        with pytest.raises(RemoteError, match=r"rank 1 recovers the group .*\nCall recover\(\) .* then for this one"):
+            total(other)
+    groups = [easydist.recover(group, timeout=launching.within(20)) for group in (old, other)]
+    assert (easydist.gather(rank, group=groups[0]).tolist(), total(groups[1])) == ([0, 1], 3)
+    for group in (old, groups[0]):
+        dist.destroy_process_group(group)
+    for group in (other, groups[1]):
+        group.finalize() if is_comm else dist.destroy_process_group(group)
 
 
 @distributed(world_size=3)

@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "liveness/monitor.py",
+        "Monitor._found",
+        "if cause is None and listens and (recovering :=",
+        "if cause is None and self.advice is texts.RECONNECTS and listens and (recovering :=",
+        "tests/groups/test_recovering.py -k outside_of_verbs",
+    ),
+    Mutant(
         "liveness/watchdog.py",
         "Watchdog._check_all",
         "elif time.monotonic() < self._due:",
