@@ -177,5 +177,5 @@ class Reductions:
 
 def _check_op(name: str, op: object, tensor: torch.Tensor) -> None:
     if not isinstance(op, ReduceOp):
-        raise TypeError(f"{name}(): op must be a ReduceOp, got {op!r}")
+        raise TypeError(f"{name}(): op must be an easydist.comms.ReduceOp, such as ReduceOp.SUM, got {op!r}")
     check_reducible(tensor.dtype, op.unscaled)

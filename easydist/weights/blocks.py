@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -140,6 +140,51 @@ def is_covered(shape: Sequence[int], blocks: Sequence[Block]) -> bool:
     return all(common(one, other) is None for one, other in itertools.combinations(blocks, 2))
 
 
+class Overlap(NamedTuple):
+    """A block that some ranks hold, as all or part of theirs, and others want.
+
+    Attributes:
+        holders: The ranks that have it, in the order in which they were given.
+        ranks: The ranks that want it, likewise.
+        block: The block, in coordinates of the whole tensor.
+    """
+
+    holders: tuple[int, ...]
+    ranks: tuple[int, ...]
+    block: Block
+
+
+_Layout = tuple[tuple[int, Block], ...]
+"""Ranks, and the block that each holds or wants."""
+
+
+@functools.lru_cache(maxsize=64)  # the layers of a model have few layouts
+def overlaps(shape: tuple[int, ...], held: _Layout, wanted: _Layout) -> tuple[Overlap, ...]:
+    """Return what each wanted block shares with each held one, for every pair of different blocks.
+
+    Args:
+        shape: The shape of the whole tensor.
+        held: The ranks that send, and the block that each holds. Two blocks are equal or do not overlap.
+        wanted: The ranks that receive, and the block that each wants.
+
+    Raises:
+        ValueError: The held blocks do not cover the tensor.
+    """
+    holders = _by_block([one for one in held if one[1].numel])
+    if not is_covered(shape, list(holders)):
+        raise ValueError(f"the blocks of ranks {[rank for rank, _ in held]} do not make up a tensor of shape {shape}")
+    pairs = itertools.product(_by_block(wanted).items(), holders.items())
+    shared = [(some, ranks, common(block, box)) for (box, ranks), (block, some) in pairs]
+    return tuple([Overlap(tuple(some), tuple(ranks), part) for some, ranks, part in shared if part is not None])
+
+
+def _by_block(layout: Iterable[tuple[int, Block]]) -> dict[Block, list[int]]:
+    found: dict[Block, list[int]] = {}
+    for rank, block in layout:
+        found.setdefault(block, []).append(rank)
+    return found
+
+
 class Delivery(NamedTuple):
     """A block of a tensor that goes from one rank to several at once.
 
@@ -154,10 +199,7 @@ class Delivery(NamedTuple):
     block: Block
 
 
-@functools.lru_cache(maxsize=64)  # the layers of a model have few layouts
-def deliveries(
-    shape: tuple[int, ...], held: tuple[tuple[int, Block], ...], wanted: tuple[tuple[int, Block], ...]
-) -> tuple[Delivery, ...]:
+def deliveries(shape: tuple[int, ...], held: _Layout, wanted: _Layout) -> list[Delivery]:
     """Return the deliveries that give every rank the block it wants, and no rank anything else.
 
     Law: the blocks of the deliveries to a rank cover the block it wants, each element once, and each is a part of its
@@ -165,9 +207,9 @@ def deliveries(
     sends it.
 
     Args:
-        shape: The shape of the whole tensor.
-        held: The ranks that send, and the block that each holds. Two blocks are equal or do not overlap.
-        wanted: The ranks that receive, and the block that each wants.
+        shape: As in ``overlaps``.
+        held: As in ``overlaps``.
+        wanted: As in ``overlaps``.
 
     Raises:
         ValueError: The held blocks do not cover the tensor.
@@ -177,21 +219,10 @@ def deliveries(
         >>> [one[1:] for one in deliveries((4,), ((0, both),), ((1, left), (2, right), (3, left)))]
         [((1, 3), Block(start=(0,), shape=(2,))), ((2,), Block(start=(2,), shape=(2,)))]
     """
-    roots: dict[Block, int] = {}
-    for rank, block in held:
-        if block.numel:
-            roots.setdefault(block, rank)
-    if not is_covered(shape, list(roots)):
-        raise ValueError(f"the blocks of ranks {[rank for rank, _ in held]} do not make up a tensor of shape {shape}")
-    boxes: dict[Block, list[int]] = {}
-    for rank, box in wanted:
-        boxes.setdefault(box, []).append(rank)
     found: dict[tuple[int, Block], list[int]] = {}
-    for box, ranks in boxes.items():
-        for block, root in roots.items():
-            if (part := common(block, box)) is not None:
-                found.setdefault((root, part), []).extend(ranks)
-    return tuple([Delivery(root, tuple(sorted(ranks)), part) for (root, part), ranks in found.items()])
+    for holders, ranks, part in overlaps(shape, held, wanted):
+        found.setdefault((holders[0], part), []).extend(ranks)
+    return [Delivery(root, tuple(sorted(ranks)), part) for (root, part), ranks in found.items()]
 
 
 class BlockTransfer(NamedTuple):
@@ -209,7 +240,7 @@ class BlockTransfer(NamedTuple):
 
 
 def block_transfers(
-    shape: Sequence[int], held: Mapping[int, Block], wanted: Mapping[int, Block], load: dict[int, int] | None = None
+    shape: tuple[int, ...], held: _Layout, wanted: _Layout, load: dict[int, int] | None = None
 ) -> list[BlockTransfer]:
     """Return the transfers that give every rank the block it wants.
 
@@ -218,33 +249,26 @@ def block_transfers(
     one that has sent least sends it.
 
     Args:
-        shape: The shape of the whole tensor.
-        held: The block that each rank holds. Blocks of two ranks are equal or do not overlap.
-        wanted: The block that each rank wants.
+        shape: As in ``overlaps``.
+        held: As in ``overlaps``.
+        wanted: As in ``overlaps``.
         load: The number of elements that each rank already sends. The call adds those of this plan.
 
     Raises:
         ValueError: The held blocks do not cover the tensor.
 
     Example:
-        >>> rows = {0: Block((0, 0), (2, 4)), 1: Block((2, 0), (2, 4))}
-        >>> columns = {2: Block((0, 0), (4, 2)), 3: Block((0, 2), (4, 2))}
+        >>> rows = (0, Block((0, 0), (2, 4))), (1, Block((2, 0), (2, 4)))
+        >>> columns = (2, Block((0, 0), (4, 2))), (3, Block((0, 2), (4, 2)))
         >>> [(one.src, one.dst, one.block.shape) for one in block_transfers((4, 4), rows, columns)]
         [(0, 2, (2, 2)), (1, 2, (2, 2)), (0, 3, (2, 2)), (1, 3, (2, 2))]
     """
     load = {} if load is None else load
-    holders: dict[Block, list[int]] = {}
-    for rank, block in held.items():
-        if block.numel:
-            holders.setdefault(block, []).append(rank)
-    if math.prod(shape) and not is_covered(shape, list(holders)):
-        raise ValueError(f"the blocks of ranks {sorted(held)} do not make up a tensor of shape {tuple(shape)}")
     transfers = []
-    for dst, box in wanted.items():
-        for block, ranks in holders.items():
-            if (part := common(block, box)) is not None:
-                src = dst if dst in ranks else min(ranks, key=lambda rank: load.get(rank, 0))
-                transfers.append(BlockTransfer(src, dst, part))
-                if src != dst:
-                    load[src] = load.get(src, 0) + part.numel
+    for holders, ranks, part in overlaps(shape, held, wanted):
+        for dst in ranks:
+            src = dst if dst in holders else min(holders, key=lambda rank: load.get(rank, 0))
+            transfers.append(BlockTransfer(src, dst, part))
+            if src != dst:
+                load[src] = load.get(src, 0) + part.numel
     return transfers

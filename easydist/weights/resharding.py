@@ -91,12 +91,14 @@ class Resharding:
         self._destinations = Destinations([*self._dtypes.values()])
         for name, spans in zip(self._dtypes, self._destinations.spans, strict=True):
             spans += [wanted[name]] if name in wanted else []
-        self._packets = self._scheduled()
+        self._nbytes = planning.nbytes
+        self._packets = self._scheduled(self._comms.rank)
 
-    def _scheduled(self) -> list[Packet]:
-        """Return the packets in one order for all ranks. Each pair has its turn, and waits cannot form a cycle."""
+    def _scheduled(self, rank: int) -> list[Packet]:
+        """Return a rank's packets. Each pair has its turn, the same on both ranks, and waits cannot form a cycle."""
+        own = {name: [one for one in self.transfers[name] if rank in one[:2]] for name in self._dtypes}
         items = [
-            ScheduledEntry(dtype, "cpu", [Delivery(one.src, (one.dst,), one.block) for one in self.transfers[name]])
+            ScheduledEntry(dtype, "cpu", [Delivery(src, (dst,), block) for src, dst, block in own[name]])
             for name, dtype in self._dtypes.items()
         ]
         turns: Counter[tuple[int, tuple[int, ...]]] = Counter()
@@ -118,7 +120,7 @@ class Resharding:
         Cost: one header exchange, then one message between two ranks for each slice of 256 KiB or more, in pieces of a
         quarter of ``bucket_bytes``, and one for all smaller ones of a pair. Tensors on GPUs travel through the CPU.
         """
-        moving = _Moving(self._packets, self._dtypes, self._held, self._destinations, self._bucket_nbytes)
+        moving = _Moving(self._packets, self._nbytes, self._dtypes, self._held, self._destinations, self._bucket_nbytes)
         run(moving, self._comms, timeout)
 
     def nbytes(self, src: int, dst: int) -> int:
@@ -165,6 +167,7 @@ class _Planning(Verb[dict[str, list[BlockTransfer]]]):
     def __init__(self, source: Any, target: Any, bucket_nbytes: int) -> None:
         self._given, self.bucket_nbytes = (source, target), bucket_nbytes
         self.dtypes: dict[str, torch.dtype] = {}
+        self.nbytes = 0
         self.spans: list[dict[str, Span]] = []
 
     def prepare(self, comms: Communicators) -> Call:
@@ -194,10 +197,12 @@ class _Planning(Verb[dict[str, list[BlockTransfer]]]):
             raise shared(comms, DisagreementError("\n".join(lines)))
         self.dtypes = {name: getattr(torch, types[name][0]) for name in sorted(types)}
         self.dtypes = dict(sorted(self.dtypes.items(), key=lambda one: (sort_key(one[1]), one[0])))
+        boxes = {name: _blocks(name, wanted) for name in self.dtypes}
+        self.nbytes = sum(self.dtypes[name].itemsize * box.numel for name, some in boxes.items() for _, box in some)
         load: dict[int, int] = {}
         try:
             return {
-                name: block_transfers(types[name][1], _blocks(name, held), _blocks(name, wanted), load)
+                name: block_transfers(tuple(types[name][1]), _blocks(name, held), boxes[name], load)
                 for name in self.dtypes
             }
         except ValueError as error:
@@ -211,8 +216,8 @@ class _Planning(Verb[dict[str, list[BlockTransfer]]]):
 _Side = Mapping[int, Mapping[str, Any]]
 
 
-def _blocks(name: str, side: _Side) -> dict[int, Block]:
-    return {rank: Block(*map(tuple, one[name][2:])) for rank, one in side.items() if name in one}
+def _blocks(name: str, side: _Side) -> tuple[tuple[int, Block], ...]:
+    return tuple([(rank, Block(*map(tuple, one[name][2:]))) for rank, one in side.items() if name in one])
 
 
 def _wrong(names: set[str], types: Mapping[str, Any], held: _Side, wanted: _Side) -> list[str]:
@@ -229,19 +234,20 @@ def _wrong(names: set[str], types: Mapping[str, Any], held: _Side, wanted: _Side
 
 
 class _Moving(Verb[None]):
-    """The transfer of the packets, in the same order on all ranks."""
+    """The transfer of a rank's packets, those of each pair in the same order on both ranks."""
 
     operation = "Resharding.run"
 
     def __init__(
         self,
         packets: Sequence[Packet],
+        nbytes: int,
         names: Iterable[str],
         held: Sequence[Span | None],
         destinations: Destinations,
         bucket_nbytes: int,
     ) -> None:
-        self._packets, self._names, self._bucket_nbytes = packets, names, bucket_nbytes
+        self._packets, self._nbytes, self._names, self._bucket_nbytes = packets, nbytes, names, bucket_nbytes
         self._held, self._destinations = held, destinations
 
     def prepare(self, comms: Communicators) -> Call:
@@ -249,19 +255,17 @@ class _Moving(Verb[None]):
             for span in [held, *wanted]:
                 if span is not None and not is_backed(span.tensor):  # FSDP may have freed it since the plan was made
                     backed(span.tensor, f"leaf [{name!r}]")
-        return Call({"messages": len(self._packets)})
+        return Call({"bytes": self._nbytes})
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:
         def take(packet: Packet, buffer: torch.Tensor) -> None:
             if comms.rank in packet.ranks:
                 self._destinations.take(packet, buffer)
 
-        cpu = comms.cpu(sum(packet.nbytes for packet in self._packets))
+        cpu = comms.cpu(self._nbytes)
         under_way = UnderWay(self._bucket_nbytes, take)
         for packet in self._packets:
             src, (dst,) = packet.root, packet.ranks
-            if comms.rank not in (src, dst):
-                continue
             under_way.admit(packet)
             if src == dst:
                 take(packet, self._load(packet, None))

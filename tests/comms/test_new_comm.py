@@ -254,7 +254,7 @@ WRONG_TYPES = {
     "hints": (lambda c: c.barrier(False, hints={"a": 1}), "hints must be a mapping of str to str"),
     "timeout": (lambda c: c.barrier(False, timeout=5), "timeout must be a timedelta, got 5"),
     "root": (lambda c: c.broadcast(one, 0.5, False), "float"),
-    "op": (lambda c: c.all_reduce(one, "sum", False), "op must be a ReduceOp"),
+    "op": (lambda c: c.all_reduce(one, "sum", False), "op must be an easydist.comms.ReduceOp"),
     "tensor": (lambda c: c.all_reduce([1.0], SUM, False), "takes tensors, got list"),
     "async_op": (lambda c: c.all_reduce(one, SUM), "async_op"),
     "negative": (lambda c: c.all_to_all_v_single(two, torch.ones(2), [-1, 1], [1, 1], False), "must not be negative"),

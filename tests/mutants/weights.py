@@ -55,8 +55,8 @@ MUTANTS = [
     Mutant(
         "weights/blocks.py",
         "deliveries",
-        "found.setdefault((root, part), []).extend(ranks)",
-        "found[root, part] = ranks",
+        "found.setdefault((holders[0], part), []).extend(ranks)",
+        "found[holders[0], part] = [*ranks]",
         "tests/weights/test_blocks.py::test_each_rank_gets_what_it_wants_once_and_nothing_else",
     ),
     Mutant(

@@ -56,7 +56,7 @@ def test_every_rank_gets_just_what_it_wants(case):
     tensor = torch.arange(math.prod(shape)).view(shape)
     got = {rank: torch.full(box.shape, -1) for rank, box in wanted.items()}
     count = Counter()
-    for src, dst, block in block_transfers(shape, held, wanted):
+    for src, dst, block in block_transfers(shape, (*held.items(),), (*wanted.items(),)):
         assert common(block, held[src]) == block
         block.within(wanted[dst]).of(got[dst])[...] = block.within(held[src]).of(held[src].of(tensor))
         count[dst] += block.numel
@@ -71,15 +71,15 @@ def test_a_layout_does_not_depend_on_the_default_device():
 
 
 def test_replicas_share_the_work():
-    held = everywhere((8,), [0, 1])
-    load = {}
-    found = [block_transfers((8,), held, {rank: Block((0,), (8,))}, load)[0].src for rank in (2, 3, 4, 5)]
+    all_of_it, load = whole((8,)), {}
+    held = (0, all_of_it), (1, all_of_it)
+    found = [block_transfers((8,), held, ((rank, all_of_it),), load)[0].src for rank in (2, 3, 4, 5)]
     assert sorted(found) == [0, 0, 1, 1]
 
 
 def test_holes_are_refused():
     with pytest.raises(ValueError, match=r"blocks of ranks \[0\] do not make up a tensor of shape \(4,\)"):
-        block_transfers((4,), {0: Block((0,), (3,))}, everywhere((4,), [1]))
+        block_transfers((4,), ((0, Block((0,), (3,))),), ((1, whole((4,))),))
 
 
 # --- on real ranks
