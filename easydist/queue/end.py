@@ -36,6 +36,8 @@ _WARN_AFTER = 60.0
 _FOREVER = 1e9
 """Seconds from which a timeout counts as none. A lock cannot wait for more than ten times as many."""
 
+_CLOSED = "this end of the queue has been closed"
+_FOREIGN = "this end of the queue belongs to the process from which this one was forked. Make a new one from the handle"
 
 _all: weakref.WeakSet[End] = weakref.WeakSet()
 
@@ -118,7 +120,8 @@ class End:
         settings.check()
         self._lock = threading.RLock()  # an interrupt between acquiring it and recording so must not cause a deadlock
         self._turn = _Turn(self._lock)
-        self._is_cancelled = self._is_closed = self._is_foreign = False
+        self._is_cancelled = False
+        self._over = ""  # the reason why this end can no longer be used
         _all.add(self)
 
     def turn(self, until: float | None) -> _Turn:
@@ -128,24 +131,17 @@ class End:
             RuntimeError: This end has been closed, or belongs to another process.
             TimeoutError: Another thread has kept its turn until then.
         """
-        self._check()
+        self._check()  # in a forked child, nobody lets go of the lock
         if not self._lock.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
             raise TimeoutError("another thread is using this end of the queue")
-        try:
-            self._check()
-        except BaseException:
+        if self._over:
             self._lock.release()
-            raise
+            self._check()
         return self._turn
 
     def _check(self) -> None:
-        if self._is_foreign:
-            raise RuntimeError(
-                "this end of the queue belongs to the process from which this one was forked. Make a new one from "
-                "the handle"
-            )
-        if self._is_closed:
-            raise RuntimeError("this end of the queue has been closed")
+        if self._over:
+            raise RuntimeError(self._over)
 
     def _until(
         self, look: Callable[[], bool], until: float | None, late: Callable[[], str], patient: bool = False
@@ -205,23 +201,23 @@ class End:
     def cancel(self) -> None:
         """End the waits of this end, now and in future."""
         self._is_cancelled = True
-        if not (self._is_closed or self._is_foreign):
+        if not self._over:
             self._wake()
 
     def close(self) -> None:
         """Close this end. In a forked child, or a second time, do nothing."""
-        if self._is_closed or self._is_foreign:
+        if self._over:
             return
         self.cancel()
         with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
+            if not self._over:
+                self._over = _CLOSED
                 self._release()
 
     def leave_to_parent(self) -> None:
         """Mark this end as the parent's, in a forked child."""
-        if not (self._is_closed or self._is_foreign):
-            self._is_foreign = True
+        if not self._over:
+            self._over = _FOREIGN
             self._abandon()
 
 

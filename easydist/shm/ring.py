@@ -187,10 +187,9 @@ class RingWriter(_RingEnd):
             raise
         self._backed = min(shape.capacity, _HOT)
         self._pieces: deque[_RingPiece] = deque()
-        readers = range(1, shape.readers + 1)
-        self._taken_at = [_cell(reader, _TAKEN) for reader in readers]
-        self._state_at = [_cell(reader, _STATE) for reader in readers]
-        self._asleep_at = [(1 << reader % 32, _cell(reader, _READER_ASLEEP)) for reader in readers]
+        of_all = self._words[_FIRST_READER : shape.notes_at // 8]
+        self._taken, self._states = of_all[_TAKEN::_PER_READER], of_all[_STATE::_PER_READER]
+        self._sleepers = of_all[_READER_ASLEEP::_PER_READER]
 
     def place(self, nbytes: int, grow: bool = True) -> int:
         """Return the offset at which a piece can be written now; -1 if there is no room.
@@ -230,7 +229,7 @@ class RingWriter(_RingEnd):
         return pieces
 
     def _lowest(self) -> int:
-        return min([self._words[cell] for cell in self._taken_at])
+        return min(self._taken.tolist())  # a tenth of the time of a loop over its elements
 
     def _grow(self, nbytes: int) -> bool:
         """Allocate more of the capacity, but leave a quarter of the file system free; return False if that fails."""
@@ -275,12 +274,9 @@ class RingWriter(_RingEnd):
 
     def _tell_all(self, cell: int, number: int) -> None:
         self._announce(cell, number)
-        asleep = 0
-        for bit, asleep_at in self._asleep_at:
-            if self._words[asleep_at]:
-                asleep |= bit
-        if asleep:
-            self._futex.wake(asleep)
+        if any(asleep := self._sleepers.tolist()):
+            bits = {1 << reader % 32 for reader, sleeps in enumerate(asleep, 1) if sleeps}
+            self._futex.wake(sum(bits))
 
     def set_ready(self) -> None:
         """Tell the readers that all of them have attached."""
@@ -289,19 +285,19 @@ class RingWriter(_RingEnd):
     def behind(self) -> list[int]:
         """Return the readers that have taken the fewest pieces."""
         lowest = self._lowest()
-        return [i for i, cell in enumerate(self._taken_at) if self._words[cell] == lowest]
+        return [i for i, taken in enumerate(self._taken) if taken == lowest]
 
     def note(self, reader: int) -> bytes | None:
         """Return the note of a reader (counted from 0); None if it has not attached."""
-        if self._words[self._state_at[reader]] == _ABSENT:
+        if self._states[reader] == _ABSENT:
             return None
         at = self.shape.notes_at + NOTE_NBYTES * reader
         return bytes(self._words.cast("B")[at : at + NOTE_NBYTES])
 
     def left(self) -> list[int]:
         """Return the readers that have closed their ends."""
-        words = self._words
-        return [i for i, cell in enumerate(self._state_at) if words[cell] == _LEFT]
+        states = self._states.tolist()
+        return [i for i, state in enumerate(states) if state == _LEFT] if _LEFT in states else []
 
     def drop(self, reader: int) -> list[bytes]:
         """Stop waiting for a reader that cannot attach.
@@ -316,8 +312,8 @@ class RingWriter(_RingEnd):
             message = (message if at else b"") + bytes(self._bytes[start : start + nbytes])
             if at + nbytes == total:
                 waiting.append(message)
-        self._words[self._taken_at[reader]] = NEVER
-        self._words[self._state_at[reader]] = _ATTACHED  # so that no other process can attach in its place
+        self._taken[reader] = NEVER
+        self._states[reader] = _ATTACHED  # so that no other process can attach in its place
         return waiting
 
     def close(self) -> None:
@@ -414,5 +410,5 @@ class RingReader(_RingEnd):
 
 def _let_go(end: _RingEnd) -> None:
     """Drop the references of an end to the memory; the mapping ends with the last reference."""
-    for name in ("_words", "_bytes", "_tensor", "_futex"):
+    for name in {"_words", "_bytes", "_tensor", "_futex", "_taken", "_states", "_sleepers"} & vars(end).keys():
         delattr(end, name)
