@@ -71,7 +71,7 @@ class Headers(NamedTuple):
     @classmethod
     def of(cls, *headers: CallHeader) -> Headers:
         """Return the fields of these headers."""
-        return cls._make([[header[field] for header in headers] for field in range(len(cls._fields))])
+        return cls._make(map(list, zip(*headers, strict=True)))
 
     def of_well(self, column: Iterable[int]) -> list[int]:
         """Return the numbers of the ranks that have data."""

@@ -83,11 +83,9 @@ class ProcessState(metaclass=WithAdvice):
         self.__dict__ = self._shared
         if not self._shared:
             self._forget()
-        self._set("backend", backend)
-        if timeout is not None:
-            seconds(timeout, "ProcessState")
-        self._set("timeout", timeout)
-        self._set("cpu", cpu or None)
+        for name, value in (("backend", backend), ("timeout", timeout), ("cpu", cpu or None)):
+            if value is not None:
+                self._set(name, value)
         self._adopt()
 
     def _forget(self) -> None:
@@ -101,8 +99,10 @@ class ProcessState(metaclass=WithAdvice):
         self._device: torch.device | None = None
 
     def _set(self, name: str, value: Any) -> None:
-        """Set an option; raise an error if it comes too late to have an effect."""
-        if value is None or self._options.get(name) == value:
+        """Set an option; raise an error if it is malformed, or comes too late to have an effect."""
+        if name == "timeout":
+            seconds(value, "ProcessState")
+        if self._options.get(name) == value:
             return
         existing = default_group()
         if existing is not None and not (name == "backend" and dist.get_backend() == value) and name != "cpu":
@@ -486,7 +486,12 @@ def communicators(group: Group = None) -> Communicators:
     """Return the communicators of ``group``; see ``ProcessState.communicators``."""
     if group is None and (default := default_group()) is not None and default not in forks.groups_of_parents:
         return of_group(default)  # the state adopts the group when it is next read
-    return ProcessState().communicators(group)
+    return _STATE.communicators(group)
+
+
+_STATE = ProcessState.__new__(ProcessState)
+"""The state for calls, which give it no options: making an instance takes as long as half a call of one process."""
+_STATE.__dict__ = ProcessState._shared
 
 
 @eager

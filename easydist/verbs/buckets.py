@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +11,7 @@ import torch
 
 from easydist import memory
 from easydist.agreement.frames import Agreement
+from easydist.base.torch_private import foreach_clone
 from easydist.data import packing
 from easydist.data.arithmetic import split_bounds
 from easydist.data.leaves import Leaves
@@ -24,8 +24,15 @@ Shapes = Sequence[Sequence[int]]
 LARGE = 1 << 18
 """The bytes from which a leaf is sent alone, because copying it into a packed buffer costs more than a message."""
 
-new = functools.partial(torch.Tensor.clone, memory_format=torch.contiguous_format)
-"""The function that returns a copy of a tensor in memory of its own."""
+
+def copied(leaves: Leaves, indices: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Return copies of some leaves, in row-major order, by index: the results of a single rank."""
+    tensors = [leaves.tensors[i] for i in indices]
+    if tensors and all(map(torch.Tensor.is_contiguous, tensors)):
+        copies: Iterable[torch.Tensor] = foreach_clone(tensors)  # half the time of one call for each
+    else:
+        copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    return dict(zip(indices, copies, strict=True))
 
 
 def dims_of(leaves: Leaves, dim: int, operation: str) -> list[int]:

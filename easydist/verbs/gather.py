@@ -25,11 +25,11 @@ from easydist.verbs.buckets import (
     Shapes,
     at_home,
     by_comm,
+    copied,
     dims_of,
     every_shape,
     from_payloads,
     large_alone,
-    new,
     pad_first,
     receiving,
     small_payload,
@@ -217,7 +217,7 @@ class Gather(TreeVerb):
         leaves = agreed.call.tree
         shapes = every_shape(comms, leaves, self._dim, agreed)
         if comms.size == 1:
-            return shapes, {i: new(leaves.tensors[i]) for i in leaves.travelling(agreed.uniform)}
+            return shapes, copied(leaves, leaves.travelling(agreed.uniform))
         return shapes, None if agreed.has_payload else self._gather(comms, leaves, shapes, agreed.uniform)
 
     def _gather(

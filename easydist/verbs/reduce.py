@@ -24,7 +24,7 @@ from easydist.transport.comm import Collectives
 from easydist.transport.reduce_op import ReduceOp, combine
 from easydist.transport.work import TorchWork
 from easydist.typing import Group, Reduction, Timeout, Tree
-from easydist.verbs.buckets import by_comm, large_alone, new, small_payload
+from easydist.verbs.buckets import by_comm, copied, large_alone, small_payload
 from easydist.verbs.gradients import Adjoint, Gradient, demand_everyone, has_gradient, with_own_gradient
 from easydist.verbs.ranks import check_rank, named_rank
 from easydist.verbs.reductions import BITWISE, OPS, check_dtypes, named_reduction
@@ -246,10 +246,12 @@ class Reduce(TreeVerb):
         reduction, scale, dtypes = self._reduction, self._scale, leaves.layout.dtypes
         indices, results = leaves.travelling(tied), dict[int, torch.Tensor]()
         if scale == 1.0 and all(map(has_gradient, set(dtypes))):
-            return {i: new(leaves.tensors[i]) for i in indices}
+            return copied(leaves, indices)
         for i in indices:
-            own = new(leaves.tensors[i].to(_accumulated_in(dtypes[i], reduction)))
-            results[i] = _finish(own, reduction, scale, 1).to(_dtype_of(leaves, i, reduction, scale))
+            wide = leaves.tensors[i].to(
+                _accumulated_in(dtypes[i], reduction), copy=True, memory_format=torch.contiguous_format
+            )
+            results[i] = _finish(wide, reduction, scale, 1).to(_dtype_of(leaves, i, reduction, scale))
         return results
 
     def _from_payloads(self, comms: Communicators, agreed: Agreement) -> Iterator[_Total]:
