@@ -18,8 +18,8 @@ from easydist.liveness.page import Held, MessageWait, OwnPage
 from easydist.liveness.peer import Peer
 from easydist.liveness.stored import decoded, in_store
 
-SEND, RECEIVE, EARLY = range(3)
-"""The kinds of messages; those to receive that have come before their call are counted as early, too."""
+SEND, RECEIVE = range(2)
+"""The kinds of messages. One that has come early is counted once its call begins: its sender waits for that, too."""
 
 MOST = 256
 """The most ranks of a circle that is looked for, so that a report can name their waits."""
@@ -73,8 +73,8 @@ class Crossing:
         Two ranks have the same number as soon as each has received all that the other one has sent.
         """
         calls = dict[int, int]()
-        for (kind, rank), count in self.begun.items():
-            calls[rank] = calls.get(rank, 0) + (-count if kind == EARLY else count)
+        for (_, rank), count in self.begun.items():
+            calls[rank] = calls.get(rank, 0) + count
         return calls
 
     def show(self, wait: MessageWait) -> None:

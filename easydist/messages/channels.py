@@ -11,7 +11,6 @@ import torch
 
 from easydist.errors import EasydistError
 from easydist.groups.communicators import Communicators
-from easydist.liveness.crossing import EARLY, RECEIVE
 from easydist.messages import frames
 from easydist.messages.frames import ACCEPTED, ASKED, FRAME, HEAD, REFUSED, Message
 from easydist.messages.transfers import Answer, Part
@@ -20,8 +19,11 @@ from easydist.transport.backend import Backend
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.work import Begun
 
-_MESSAGES, _ANSWERS = 64, 65
-"""Channels of the group's connections that are reserved for frames and answers."""
+_FRAMES, _ANSWERS, _DATA = 64, 65, 66
+"""Lanes of the group's connections for frames, for the answers to posted ones, and for the data that follows frames.
+
+A rank that waits for an answer may find a posted frame first. Its data must not come among the frames.
+"""
 
 _CROSSED = "crossed"
 """The term of an answer that refuses a rank because both send."""
@@ -77,8 +79,6 @@ class Channel:
                 parts += self._send(_answer(crossed(message)))  # the peer reads it once it has sent its own
             else:
                 self._comms.inbox(self.peer).append(message)
-                self._comms.monitor.crossing.begin(RECEIVE, self.peer)
-                self._comms.monitor.crossing.begun[EARLY, self.peer] += 1
         for part in parts:
             self._wait(part)
         return message
@@ -152,12 +152,12 @@ class _OfGloo(Channel):
             self._wait(self._post_answer(_answer(error)))
 
     def _frames(self) -> Backend:
-        return self._with_tag(_MESSAGES)
+        return self._with_tag(_FRAMES)
 
     def _carrier(self, nbytes: int, asked: bool) -> Backend:
         backend = super()._carrier(nbytes, asked)
         # Nothing would move data that is posted in memory while neither rank waits.
-        return self._with_tag(_MESSAGES) if isinstance(backend, Gloo) or not asked else backend
+        return self._with_tag(_DATA) if isinstance(backend, Gloo) or not asked else backend
 
     def _fetch_answer(self) -> Part:
         return self._begin(self._with_tag(_ANSWERS), "recv", torch.empty(FRAME, dtype=torch.uint8, device="cpu"))

@@ -20,7 +20,7 @@ from easydist.agreement.calling import calling
 from easydist.base import modes
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.communicators import Communicators
-from easydist.liveness.crossing import EARLY, RECEIVE, SEND
+from easydist.liveness.crossing import RECEIVE, SEND
 from easydist.liveness.page import MessageWait
 from easydist.messages import frames
 from easydist.messages.channels import Channel, channel_to
@@ -217,10 +217,9 @@ class Pair:
             EasydistError: The sender has failed.
         """
         self._channel = channel = channel_to(self._comms, self.peer, self._wait)
-        if self._comms.inbox(self.peer):  # what is there has been counted
-            self._comms.monitor.crossing.begun[EARLY, self.peer] -= 1
-        else:
-            self._comms.monitor.waits_for(self._begin(RECEIVE))
+        awaited = self._begin(RECEIVE)
+        if not self._comms.inbox(self.peer):
+            self._comms.monitor.waits_for(awaited)
         try:
             message = channel.receive()
         except NobodySendsError:

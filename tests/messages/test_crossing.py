@@ -98,6 +98,18 @@ def test_ranks_that_wait_in_a_circle_raise_the_same(kind, rank, world_size):
 
 @pytest.mark.slow
 @KINDS
+@distributed(world_size=2)
+def test_a_message_that_came_early_is_awaited_until_its_receiver_calls(kind, rank, world_size):
+    with coordinator(kind, rank, world_size) as group:
+        for tree in (TREE, LARGE) if kind != "hosts" else (TREE,):
+            send = partial(group.isend_tensor_dict, tree, 0)
+            text = crossed(group, partial(group.send_object, 1, 1) if rank == 0 else lambda send=send: waited(send()))
+            assert "rank 0: waits in send_object" in text
+            assert "rank 1: waits in isend_tensor_dict" in text
+
+
+@pytest.mark.slow
+@KINDS
 @distributed(world_size=3)
 def test_a_call_with_a_limit_of_its_own_may_end_in_vain(kind, rank, world_size):
     with coordinator(kind, rank, world_size) as group:

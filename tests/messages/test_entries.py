@@ -292,6 +292,24 @@ def test_what_was_posted_before_two_send_to_each_other_arrives(rank):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shm", "gloo", "hosts"])
+@distributed(world_size=2)
+def test_data_that_is_under_way_does_not_come_instead_of_an_answer(kind, rank):
+    with ways(kind, rank):
+        group = GroupCoordinator([[0, 1]], rank, "gloo", False)
+        for numel in (3, 20_000, 1 << 19):
+            tree = {"x": torch.arange(numel), "y": torch.ones(numel)}
+            if rank:
+                handles = group.isend_tensor_dict(tree, 0)
+                assert group.recv_object(0) == "first"
+                waited(handles)
+            else:
+                group.send_object("first", 1)
+                assert equal(group.recv_tensor_dict(1), tree)
+        group.destroy()
+
+
+@pytest.mark.slow
 @distributed(world_size=4)
 def test_a_verb_does_not_take_shares_for_tensors(rank):
     tp = GroupCoordinator([[0, 1], [2, 3]], rank, "gloo", False)

@@ -154,15 +154,22 @@ MUTANTS = [
     Mutant(
         "messages/channels.py",
         "Channel.ask",
-        "                self._comms.monitor.crossing.begun[EARLY, self.peer] += 1\n",
-        "",
+        "self._comms.inbox(self.peer).append(message)",
+        "self._comms.inbox(self.peer).append(message), self._comms.monitor.crossing.begin(1, self.peer)",
         "tests/messages/test_transfers.py::test_a_message_that_came_while_its_receiver_sent_counts_once",
     ),
     Mutant(
         "messages/pair.py",
         "Pair.receive",
-        "self._comms.monitor.crossing.begun[EARLY, self.peer] -= 1",
-        "pass",
+        "        awaited = self._begin(RECEIVE)\n        if not self._comms.inbox(self.peer):\n",
+        "        if not self._comms.inbox(self.peer):\n            awaited = self._begin(RECEIVE)\n",
         "tests/messages/test_transfers.py::test_a_message_that_came_while_its_receiver_sent_counts_once",
+    ),
+    Mutant(
+        "messages/channels.py",
+        "_OfGloo._carrier",
+        "self._with_tag(_DATA)",
+        "self._with_tag(_FRAMES)",
+        "tests/messages/test_entries.py::test_data_that_is_under_way_does_not_come_instead_of_an_answer",
     ),
 ]
