@@ -28,6 +28,7 @@ from easydist.groups.founding import Founding, appear, found
 from easydist.groups.reconnecting import reconnect
 from easydist.groups.recovering import Attempt, Recovered, Recovery, alone
 from easydist.groups.sharing import Hosts, all_gather, attach, introduce, is_wanted
+from easydist.liveness import texts
 from easydist.liveness.monitor import Monitor, again
 from easydist.liveness.peer import host_id
 from easydist.liveness.status import nothing, recovering
@@ -152,6 +153,8 @@ class Communicators:
         store = None if self._store is None else TimedStore(self._store)
         timeout = timeout_of(group) if founding is None else founding.timeout
         self.monitor = Monitor(self.rank, self.size, timeout, store, self.name)
+        if group is None and founding is None:
+            self.monitor.advice = texts.VERBS_ENDED
         self.monitor.elder = getattr(group, "monitor", None)  # a group in shared memory has met
         self.frames = Frames(self.size)
         self.under_way: dict[str, Any] = {}

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from easydist import settings
-from easydist.errors import EasydistError, PeerLostError, RemoteError
+from easydist.errors import DisagreementError, EasydistError, PeerLostError, RemoteError
 from easydist.liveness import keepalive, texts
 from easydist.liveness.events import Cause, Heard, Parting, Why
 from easydist.liveness.page import MessageWait
@@ -327,7 +327,8 @@ class Monitor(GroupStatus):
     def failed(self, error: Exception, wait: int | None = None) -> None:
         """Leave a call before its end because of an error of this rank; do nothing if the wait has ended."""
         with interrupts_deferred():
-            self.give_up(self._own(texts.failed(self.operation, self.rank, error, self.advice.failed)), wait=wait)
+            text = texts.failed(self.operation, self.rank, error, self.advice.failed)
+            self.give_up(self._different(error) or self._own(text), wait=wait)
 
     def recovers(self) -> None:
         """Leave the group for good, in order to recover it: ranks that wait in it hear of that, and come, too."""
@@ -338,6 +339,11 @@ class Monitor(GroupStatus):
         if self.broken is None or not self.broken.is_final:
             self.broken, error.is_final = None, True
             self.give_up(error)
+
+    def _different(self, error: Exception) -> DisagreementError | None:
+        """Return the error of a communicator whose ranks made different calls, for all ranks; None for another one."""
+        is_of_communicator = isinstance(error, DisagreementError) and isinstance(error, RuntimeError)
+        return DisagreementError(f"{error}\n{self.advice.failed}") if is_of_communicator else None
 
     def _own(self, text: str) -> RemoteError:
         error = RemoteError(text)
@@ -366,7 +372,7 @@ class Monitor(GroupStatus):
     def explain(self, error: Exception, rank: int) -> EasydistError:
         """Return an error that explains why the connection to a rank broke."""
         if self.broken is None:
-            self.give_up(self._cause(error, self.peers[rank]))
+            self.give_up(self._different(error) or self._cause(error, self.peers[rank]))
         with self._lock:  # the watchdog may be giving up at the same time
             assert self.broken is not None
             return again(self.broken)

@@ -67,6 +67,11 @@ ENDED = Advice(
     "The group can no longer be used. Make a new one.",
     "for this one",
 )
+VERBS_ENDED = Advice(
+    "Verbs can no longer use this communicator. Make a new one on all ranks, with more time (timeout=).",
+    "Verbs can no longer use this communicator. Make a new one on all ranks.",
+)
+"""The advice for a communicator that is given as a group: without a process group, its ranks cannot reconnect."""
 
 
 def late(

@@ -96,3 +96,26 @@ def test_a_wrapped_communicator_says_how_to_replace_it(rank):
         with pytest.raises(RuntimeError, match=r"is broken\. Make a new one; over a process group, wrap what easydist"):
             comm.recv(torch.ones(1), 1, False, timeout=timedelta(seconds=0.1))
     dist.barrier()
+
+
+def waits_in(name, comm, other):
+    return {
+        "send": lambda: easydist.send_object(1, group_dst=other, group=comm),
+        "receive": lambda: easydist.recv_object(group_src=other, group=comm),
+        "gather": lambda: easydist.gather(torch.ones(1), group=comm),
+    }[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [("receive", "receive"), ("send", "gather"), ("gather", "receive")])
+@on_both
+@distributed(world_size=2, timeout=within(60))
+def test_calls_that_do_not_match_end_the_verbs_over_a_communicator(rank, backend, calls):
+    comm = made(backend, within(60))
+    wait = waits_in(calls[rank], comm, 1 - rank)
+    with pytest.raises(DisagreementError, match=r"do not match|different calls|wait for one another"):
+        wait()
+    with pytest.raises(DisagreementError, match=r"Verbs can no longer use this communicator\. Make a new one"):
+        easydist.gather(rank, group=comm)
+    other = made(backend, within(60))
+    assert easydist.gather_object(rank, group=other) == [0, 1]

@@ -319,4 +319,18 @@ MUTANTS = [
         "self.log(_LOG)",
         "tests/liveness/test_bodies.py",
     ),
+    Mutant(
+        "liveness/monitor.py",
+        "Monitor.explain",
+        "self._different(error) or ",
+        "",
+        "tests/comms/test_verbs.py::test_calls_that_do_not_match_end_the_verbs_over_a_communicator",
+    ),
+    Mutant(
+        "liveness/monitor.py",
+        "Monitor.failed",
+        "self._different(error) or ",
+        "",
+        "tests/comms/test_verbs.py::test_calls_that_do_not_match_end_the_verbs_over_a_communicator",
+    ),
 ]
