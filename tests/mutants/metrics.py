@@ -166,4 +166,11 @@ MUTANTS = [
         "info.dataset",
         "tests/metrics/test_loader.py::test_a_worker_knows_the_dataset_of_the_caller",
     ),
+    Mutant(
+        "metrics/tally.py",
+        "Lot.admit",
+        "if self.origin == ENDED and",
+        "if False and",
+        "tests/metrics/test_gather_for_metrics.py::test_another_loader_than_the_one_that_was_meant_is_noticed",
+    ),
 ]

@@ -145,4 +145,11 @@ MUTANTS = [
         "while False:",
         "tests/torch_backend/test_tagged_messages.py::test_a_receive_that_names_its_sender_waits_for_one_that_does_not",
     ),
+    Mutant(
+        "shm/ring.py",
+        "RingWriter.drop",
+        " = NEVER",
+        " = 0",
+        "tests/queue/test_queue_tcp.py::test_a_ring_does_not_fill_up_for_a_reader_that_cannot_attach",
+    ),
 ]

@@ -278,4 +278,11 @@ MUTANTS = [
         "False",
         "tests/weights/test_versions.py::test_a_receiver_whose_rank_is_src_is_refused_everywhere",
     ),
+    Mutant(
+        "weights/members.py",
+        "Member._level",
+        "if self.pending == newest > self.newest:",
+        "if self.pending is not None:",
+        "tests/weights/test_versions.py::test_a_version_that_no_member_has_committed_is_forgotten_by_all",
+    ),
 ]

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import torch
-from queues import SOON, eventually, filled, in_thread
+from queues import SOON, TINY, eventually, filled, in_thread
 
 import easydist
 import easydist.queue.writer
@@ -267,6 +267,19 @@ def test_local_reader_that_cannot_attach_is_connected():
         assert torch.equal(reader.dequeue(SOON), filled(3 << 20))
         assert [reader.dequeue(SOON), reader.dequeue(SOON)] == ["second", "third"]
     assert (far._end.is_local, near._end.is_local) == (False, True)
+    for end in (far, near, writer):
+        end.close()
+
+
+def test_a_ring_does_not_fill_up_for_a_reader_that_cannot_attach():
+    writer = MessageQueue(2, 2, **TINY)
+    handle = writer.export_handle()
+    hidden = dataclasses.replace(handle, ring=("1/999999/0/0", handle.ring[1]))
+    far, near = MessageQueue.create_from_handle(hidden, 0), MessageQueue.create_from_handle(handle, 1)
+    writer.wait_until_ready(SOON)
+    for number in range(50):
+        writer.enqueue(number, SOON)
+        assert far.dequeue(SOON) == near.dequeue(SOON) == number
     for end in (far, near, writer):
         end.close()
 

@@ -201,6 +201,28 @@ def test_a_version_that_waits_for_commit_is_gone_once_another_one_comes_into_its
 
 @pytest.mark.slow
 @distributed(world_size=3)
+def test_a_version_that_no_member_has_committed_is_forgotten_by_all(rank):
+    """All have received it, but none has heard that all have."""
+    trained = state(1)
+    member = WeightPublisher(trained) if rank == 0 else WeightReceiver()
+    member.publish() if rank == 0 else member.receive()
+    for value in trained.values():
+        value.fill_(2)
+    end = "use" if rank == 0 else "_hold"
+    setattr(member, end, lambda version: (_ for _ in ()).throw(ConnectionError("not heard")))
+    with pytest.raises(ConnectionError):
+        member.publish() if rank == 0 else member.receive()
+    delattr(member, end)
+    assert (member.version, member.pending) == (1, 2)
+    assert member.regroup() == 1
+    assert (member.version, member.pending) == (1, None)
+    assert rank == 0 or assert_same(member.state, state(1)) is None
+    assert (member.publish() if rank == 0 else member.receive()) == 2
+    assert rank == 0 or assert_same(member.state, state(2)) is None
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
 def test_a_version_that_has_arrived_is_used_from_commit_on(rank):
     trained, mine = state(1), [None, net(0), None][rank]
     member = WeightPublisher(trained) if rank == 0 else WeightReceiver(mine)
