@@ -1,7 +1,8 @@
-"""Tests of the layers: every module imports from lower layers only, and none imports itself through others."""
+"""Tests of the layers: every module imports from lower layers only, none imports itself, and class names are unique."""
 
 import ast
 import re
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -88,3 +89,10 @@ def test_imports_go_down():
 @pytest.mark.slow
 def test_no_module_imports_itself_by_way_of_others():
     TopologicalSorter(graph({dotted(path): path.read_text() for path in MODULES})).prepare()
+
+
+@pytest.mark.slow
+def test_each_class_has_a_name_of_its_own():
+    nodes = [node for path in MODULES for node in ast.walk(ast.parse(path.read_text()))]
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from easydist.cli.ranks import Rank, Ranks, grouped, stack_of
+from easydist.cli.ranks import LocalRanks, Rank, grouped, stack_of
 from easydist.cluster.connection import connect, disconnect, with_package
 
 _START, _SECONDS, _STACK = 60.0, 5.0, 20.0
@@ -43,7 +43,7 @@ class ClusterRanks:
         self._lost = self.silent
 
     def look(self) -> list[list[Rank]]:
-        """Return the ranks of each group, as ``Ranks.look`` does for one host."""
+        """Return the ranks of each group, as ``LocalRanks.look`` does for one host."""
         self.silent = [*self._lost]
         told = self._answers([(at, one.look.remote()) for at, one in self._observers.items()], _SECONDS)
         pairs = zip(self._observers, told, strict=True)
@@ -84,7 +84,7 @@ class _Observer:
     """A process of a node that looks at the ranks of its host."""
 
     def __init__(self) -> None:
-        self._ranks = Ranks()
+        self._ranks = LocalRanks()
 
     def place(self) -> str:
         """Return a text that only observers of the same processes share."""

@@ -67,7 +67,7 @@ class Rank:
         return told.meeting or f"{self.parent} {self.host}", told.group, told.size
 
 
-class Ranks:
+class LocalRanks:
     """The ranks of the user's processes on this host.
 
     Args:
@@ -75,7 +75,7 @@ class Ranks:
             command line. The groups of their jobs are included, as far as they share ranks. None: all processes.
 
     Example:
-        >>> Ranks(0).look()  # no process
+        >>> LocalRanks(0).look()  # no process
         []
     """
 

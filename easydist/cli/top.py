@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from easydist.base.wording import numbers
-from easydist.cli.ranks import Rank, Ranks, as_json as json_of, awaited, jobs, placed
+from easydist.cli.ranks import LocalRanks, Rank, as_json as json_of, awaited, jobs, placed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -57,7 +57,7 @@ def top(job: str | None, once: bool, as_json: bool, stack: bool, on: str | None,
     """
     if on and job:
         raise click.UsageError("--on ray shows all jobs: the processes of Ray do not tell which script they run")
-    ranks = _on_ray() if on else Ranks(int(job) if job is not None and job.isdecimal() else job)
+    ranks = _on_ray() if on else LocalRanks(int(job) if job is not None and job.isdecimal() else job)
     try:
         if once or as_json or not _can_rewrite():
             _show_once(ranks, as_json, stack)
@@ -81,7 +81,7 @@ def _on_ray() -> ClusterRanks:
         raise click.ClickException(str(error)) from None
 
 
-def _show_once(ranks: Ranks | ClusterRanks, as_json: bool, stack: bool) -> None:
+def _show_once(ranks: LocalRanks | ClusterRanks, as_json: bool, stack: bool) -> None:
     from rich.console import Console
 
     ranks.look()
@@ -95,7 +95,7 @@ def _show_once(ranks: Ranks | ClusterRanks, as_json: bool, stack: bool) -> None:
         Console(width=None if sys.stdout.isatty() else 160).print(screen(groups, stacks, ranks.silent))
 
 
-def _show_live(ranks: Ranks | ClusterRanks, interval: float, stack: bool) -> None:
+def _show_live(ranks: LocalRanks | ClusterRanks, interval: float, stack: bool) -> None:
     from rich.live import Live
 
     with Live(screen=True, auto_refresh=False) as live:
@@ -221,6 +221,6 @@ def _time(seconds: float) -> str:
     return f"{seconds:.1f} s" if minutes < 2 else f"{minutes:.1f} min" if hours < 2 else f"{hours:.1f} h"
 
 
-def _stacks(ranks: Ranks | ClusterRanks, groups: list[list[Rank]]) -> dict[str, str]:
+def _stacks(ranks: LocalRanks | ClusterRanks, groups: list[list[Rank]]) -> dict[str, str]:
     late = [rank for group in groups for rank in late_ranks(group)]
     return {f"{rank.pid} on {rank.host}" if rank.host else str(rank.pid): ranks.stack(rank) for rank in late}

@@ -45,7 +45,7 @@ def printed() -> Iterator[str]:
 def _sink() -> type[Any]:
     """Return a class that travels by its code, because a node may have no easydist outside of the ranks."""
 
-    class Sink:
+    class OutputQueue:
         def __init__(self) -> None:
             import asyncio
 
@@ -58,7 +58,7 @@ def _sink() -> type[Any]:
         async def take(self) -> Piece | None:
             return await self._pieces.get()
 
-    return Sink
+    return OutputQueue
 
 
 def _print(sink: Any) -> None:

@@ -29,7 +29,7 @@ def pause(size: int) -> float:
     return max(POLL, size / _MOST_LOOKS)
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """One entry of a log.
 
     Attributes:
@@ -56,7 +56,7 @@ class Log:
         >>> store, log, other = TimedStore(HashStore()), Log("log"), Log("log")
         >>> log.append(store, 1, "first")
         >>> list(other.news(store))
-        [Entry(key='log/1', by=1, text=b'first')]
+        [LogEntry(key='log/1', by=1, text=b'first')]
         >>> list(other.news(store))
         []
     """
@@ -114,7 +114,7 @@ class Log:
                         self._last[by] = number, text
                     self._unread.popleft()  # after that: Ctrl-C may come in between
 
-    def news(self, store: TimedStore) -> Iterator[Entry]:
+    def news(self, store: TimedStore) -> Iterator[LogEntry]:
         """Yield the entries that this process has not read yet, as far as the store answers.
 
         Raises:
@@ -131,12 +131,12 @@ class Log:
         if gone is not None:
             raise gone
 
-    def _next(self) -> Entry | None:
+    def _next(self) -> LogEntry | None:
         while self._unread:
             with contextlib.suppress(IndexError):  # another thread may have taken it
                 number, (by, text) = self._unread.popleft()
                 if not isinstance(text, WireError):
-                    return Entry(f"{self._name}/{number}", by, text)
+                    return LogEntry(f"{self._name}/{number}", by, text)
                 self.refuse(text)
         return None
 

@@ -21,7 +21,7 @@ from easydist.liveness import bodies, texts
 from easydist.liveness.bodies import Body
 from easydist.liveness.crossing import Crossing, Seen
 from easydist.liveness.events import Cause, Heard, Why
-from easydist.liveness.log import Entry, Log
+from easydist.liveness.log import Log, LogEntry
 from easydist.liveness.page import OwnPage, own_page
 from easydist.liveness.peer import Peer
 from easydist.liveness.protocol import GroupProtocol
@@ -178,7 +178,7 @@ class GroupStatus(GroupProtocol):
             except RuntimeError:
                 self._store, self._lost_store = None, store
 
-    def _news(self) -> Iterator[Entry]:
+    def _news(self) -> Iterator[LogEntry]:
         if (store := self._store) is not None and self._has_remote_peers():
             try:
                 yield from self.log(_LOG).news(store)

@@ -33,7 +33,7 @@ _OUTPUT_WITHIN = 10.0
 
 
 @dataclass
-class Outcome:
+class CellOutcome:
     """The outcome of the cell on one rank.
 
     Attributes:
@@ -64,7 +64,7 @@ class Cell:
     ) -> None:
         self._ranks = {rank.rank: rank for rank in ranks}
         self._everyone, self._output, self._number = list(everyone), output, number
-        self.outcomes = {rank: Outcome() for rank in self._ranks}
+        self.outcomes = {rank: CellOutcome() for rank in self._ranks}
         self._pages = Pages(everyone)
         self._failed: list[int] = []
         self._in_vain: dict[int, tuple[str, float]] = {}
@@ -79,7 +79,7 @@ class Cell:
         """The ranks that have not ended it."""
         return {rank for rank, outcome in self.outcomes.items() if outcome.status == "busy"}
 
-    def run(self) -> dict[int, Outcome]:
+    def run(self) -> dict[int, CellOutcome]:
         """Wait until the cell has ended on every rank, and show output meanwhile.
 
         Raises:

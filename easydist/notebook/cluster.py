@@ -15,7 +15,7 @@ from easydist.notebook.failures import RankLostError, fitting
 from easydist.notebook.output import Notebook, Output, Sink
 
 if TYPE_CHECKING:
-    from easydist.notebook.cell import Cell, Outcome
+    from easydist.notebook.cell import Cell, CellOutcome
     from easydist.notebook.rank import Place, RankHandle
     from easydist.notebook.status import Status
 
@@ -148,7 +148,7 @@ class Cluster:
         meta: dict[str, Any],
         ranks: Collection[int] | None = None,
         buffers: Sequence[Any] = (),
-    ) -> dict[int, Outcome]:
+    ) -> dict[int, CellOutcome]:
         from easydist.notebook.cell import Cell
 
         with self._lock:

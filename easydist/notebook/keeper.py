@@ -61,11 +61,11 @@ class Keeper(Actor):
 
         from easydist.notebook.connection import Connection
         from easydist.notebook.machine import private_folder
-        from easydist.notebook.process import SeenProcess
+        from easydist.notebook.process import KernelProcess
 
         # Of Ray's session: if Ray ends the rank, nobody removes it.
         folder = private_folder(session_folder() or tempfile.gettempdir())
-        self._seen = SeenProcess(pid)
+        self._seen = KernelProcess(pid)
         self._connection = Connection(folder / str(self._rank), zmq.Context())
         self._poller = zmq.Poller()
         for connection in (self._wakes, *self._connection.sockets):

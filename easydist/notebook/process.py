@@ -53,7 +53,7 @@ class Home:
     context: zmq.Context[Any]
 
 
-class SeenProcess:
+class KernelProcess:
     """The process of a rank, as this machine shows it: the leader of its process group.
 
     Args:
@@ -102,7 +102,7 @@ class RankProcess(RankHandle):
         settings = {"rank": rank, "size": home.size, "meeting": meeting, "folder": str(home.folder), "path": path}
         settings |= {"connection_file": self._connection.file, "lifeline": home.lifeline, "parent": os.getpid()}
         self._process = self._start(settings, home.lifeline, _environment(rank, home))
-        self._seen = SeenProcess(self._process.pid)
+        self._seen = KernelProcess(self._process.pid)
         super().__init__(rank, self._process.pid, socket.gethostname())
 
     def _start(self, settings: dict[str, Any], lifeline: int, env: dict[str, str]) -> subprocess.Popen[bytes]:

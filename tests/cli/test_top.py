@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 import easydist
 from easydist.cli.main import main
-from easydist.cli.ranks import Rank, Ranks, as_json, awaited, jobs
+from easydist.cli.ranks import LocalRanks, Rank, as_json, awaited, jobs
 from easydist.cli.top import late_ranks, screen
 from easydist.liveness.page import OwnPage, PageEntry, PeerPage
 from easydist.testing import distributed
@@ -25,7 +25,7 @@ from easydist.testing import distributed
 
 def seen(condition, pid=None):
     """The ranks of a group as JSON, once they are as awaited; the group is one of this process, or of those of pid."""
-    ranks, deadline = Ranks(pid or os.getpid()), time.monotonic() + launching.within(10)
+    ranks, deadline = LocalRanks(pid or os.getpid()), time.monotonic() + launching.within(10)
     while time.monotonic() < deadline:
         for group in as_json(ranks.look()):
             rows = {row["rank"]: row for row in group["ranks"]}
@@ -85,7 +85,7 @@ def test_groups_are_apart(rank):
         rows = seen(
             lambda rows: [row["waits_for"] for row in rows.values()] == [[0]]
         )  # of which this rank knows nothing
-        every = as_json(Ranks(os.getpid()).look())
+        every = as_json(LocalRanks(os.getpid()).look())
         own = [group for group in every if group["size"] == 2]  # idle workers of the pool have groups of three still
         groups = {group["group"]: group["ranks"] for group in own if is_of_this_file(group)}
         assert [row["is_in_call"] for row in groups[dist.group.WORLD.group_name]] == [False, False]
@@ -231,9 +231,9 @@ def test_a_job_is_found_by_a_rank_in_any_of_its_groups(monkeypatch):
     told += [dataclasses.replace(of_job(200, rank_of(number), "b"), command="rest") for number in (1, 2)]
     told[-1] = dataclasses.replace(told[-1], command="train.py")
     other = dataclasses.replace(of_job(300, rank_of(0)), command="rest")
-    monkeypatch.setattr(Ranks, "_found", lambda self: [*told, other])
-    assert Ranks("train.py").look() == [[told[1], told[0]], told[2:]]
-    assert Ranks("no such text").look() == []
+    monkeypatch.setattr(LocalRanks, "_found", lambda self: [*told, other])
+    assert LocalRanks("train.py").look() == [[told[1], told[0]], told[2:]]
+    assert LocalRanks("no such text").look() == []
 
 
 def test_nobody_is_said():
@@ -279,7 +279,7 @@ def test_a_job_that_hangs_is_seen_from_another_process(tmp_path):
         for rank in range(2)
     ]
     try:
-        ranks, deadline = Ranks(processes[0].pid), time.monotonic() + launching.within(60)
+        ranks, deadline = LocalRanks(processes[0].pid), time.monotonic() + launching.within(60)
         while not [row for rows in ranks.look() for row in late_ranks(rows)]:
             assert time.monotonic() < deadline
         out, _ = command("top", str(processes[0].pid), "--json", "--stack")

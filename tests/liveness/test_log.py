@@ -9,7 +9,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from easydist.errors import WireError
 from easydist.liveness import log as logs_of_stores
-from easydist.liveness.log import Entry, Log, pause
+from easydist.liveness.log import Log, LogEntry, pause
 from easydist.liveness.rules import PATIENCE
 from easydist.liveness.timed_store import POLL, TimedStore
 
@@ -89,10 +89,10 @@ def test_an_entry_that_is_counted_but_not_written_yet_holds_up_no_other():
     view = View(store)
     store.add("log", 1)
     view.append(2, "second")
-    assert view.news() == [Entry("log/2", 2, b"second")]
+    assert view.news() == [LogEntry("log/2", 2, b"second")]
     assert not view.news()
     store.set("log/1", "1 first")
-    assert view.news() == [Entry("log/1", 1, b"first")]
+    assert view.news() == [LogEntry("log/1", 1, b"first")]
 
 
 def test_many_entries_that_are_not_written_yet_are_read_later(monkeypatch):
@@ -125,7 +125,7 @@ def test_an_entry_of_another_program_does_not_count(junk):
     store.set(f"log/{store.add('log', 1)}", junk)
     view.append(1, "text")
     assert view.last() == {1: b"text"}
-    assert View(store).news() == [Entry("log/1", None, junk.encode()), Entry("log/2", 1, b"text")]
+    assert View(store).news() == [LogEntry("log/1", None, junk.encode()), LogEntry("log/2", 1, b"text")]
 
 
 def test_a_rank_with_another_key_is_named_until_it_comes_with_the_right_one(monkeypatch):

@@ -103,7 +103,7 @@ MUTANTS = [
     ),
     Mutant(
         "cli/ranks.py",
-        "Ranks._of_job",
+        "LocalRanks._of_job",
         "for ranks in job for rank in ranks)",
         "for ranks in job[:1] for rank in ranks)",
         "tests/cli/test_top.py::test_a_job_is_found_by_a_rank_in_any_of_its_groups",
