@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 
+from easydist import memory
 from easydist.errors import DisagreementError
 from easydist.transport.described import Described
 from easydist.transport.reduce_op import ReduceOp, combine
@@ -32,12 +33,14 @@ class Backend(ABC):
         size: The number of processes in the group.
         moves_any_dtype: True if data that is not reduced may have any dtype, which saves a view of every tensor.
         shares_memory: True if the ranks read each other's memory, so that one more copy costs as much as the exchange.
+        collects: True if ``reduce`` needs memory for the data of all ranks on its root.
         call: The description of the operation that begins next, for backends that compare those of the ranks; None if
             the callers have compared them already.
         compares: True if the backend compares the operations of the ranks.
     """
 
     moves_any_dtype = shares_memory = compares = False
+    collects = True
     call: Described | None = None
     name: str
     device: torch.device
@@ -114,7 +117,7 @@ class Backend(ABC):
         """Law, on ``root``: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``; elsewhere it is not changed."""
         if self.rank != root:
             return self.gather([], tensor.view(torch.uint8), root)
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        parts = memory.empty([self.size, tensor.numel()], tensor.dtype, tensor.device).unbind()
         work = self.gather([part.view(torch.uint8) for part in parts], tensor.view(torch.uint8), root)
         return handle(work).followed_by(lambda: set_to(tensor, combine(op, parts)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,10 @@ Shapes = Sequence[Sequence[int]]
 
 LARGE = 1 << 18
 """The bytes from which a leaf is sent alone, because copying it into a packed buffer costs more than a message."""
+
+_TURN, _TURNS = 1 << 21, 16
+"""The bytes of the packed leaves that travel at the same time, and the most parts into which all of them are divided:
+over a slow link, each part takes a round trip. Without parts, the buffers of all ranks need as much as the results."""
 
 
 def copied(leaves: Leaves, indices: Sequence[int]) -> dict[int, torch.Tensor]:
@@ -141,6 +146,31 @@ def large_alone(indices: Sequence[int], nbytes: Sequence[int]) -> list[Sequence[
     """
     small = [i for i in indices if nbytes[i] < LARGE]
     return [*([i] for i in indices if nbytes[i] >= LARGE), *([small] if small else [])]
+
+
+def in_turns(indices: Sequence[int], nbytes: Sequence[int]) -> list[list[Sequence[int]]]:
+    """Group leaves into the messages of ``large_alone``, and these into turns, so that few packed leaves need memory.
+
+    Args:
+        indices: The leaves to send.
+        nbytes: See ``large_alone``.
+
+    Example:
+        >>> [[len(message) for message in turn] for turn in in_turns(range(20), [LARGE] + [LARGE - 8] * 19)]
+        [[1, 9], [8], [2]]
+    """
+    messages = large_alone(indices, nbytes)
+    if not messages or nbytes[messages[-1][0]] >= LARGE:
+        return [messages]
+    *large, packed = messages
+    stops = [*itertools.accumulate([nbytes[i] for i in packed])]
+    turn = max(_TURN, stops[-1] // _TURNS)
+    parts: dict[int, list[int]] = {}
+    for i, stop in zip(packed, stops, strict=True):
+        parts.setdefault((stop - nbytes[i]) // turn, []).append(i)
+    turns: list[list[Sequence[int]]] = [[part] for part in parts.values()]
+    turns[0] = [*large, *turns[0]]
+    return turns
 
 
 def smallest(shapes: Sequence[Shapes], dtypes: Sequence[torch.dtype]) -> list[int]:

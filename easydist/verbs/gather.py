@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -29,6 +30,7 @@ from easydist.verbs.buckets import (
     dims_of,
     every_shape,
     from_payloads,
+    in_turns,
     large_alone,
     pad_first,
     receiving,
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["gather"]
+
+_UNDER_WAY = 2
+"""The most turns of packed leaves under way: one that arrives while the one before it is unpacked."""
 
 
 @overload
@@ -223,14 +228,20 @@ class Gather(TreeVerb):
     def _gather(
         self, comms: Communicators, leaves: Leaves, shapes: Sequence[Shapes], tied: bool
     ) -> dict[int, torch.Tensor]:
-        """Gather all buckets at the same time."""
+        """Gather all buckets: in turns, of which two are under way, so that few packed buffers need memory."""
         lengths = leaves.layout.packing.lengths
         nbytes = lengths if tied else smallest(shapes, leaves.layout.dtypes)
-        begun = [
-            self._begin(comm, leaves, shapes, large_alone(members, nbytes))
-            for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(tied), sum(nbytes))
-        ]
-        return {i: result for finish in begun for i, result in finish().items()}
+        results: dict[int, torch.Tensor] = {}
+        under_way: deque[Callable[[], dict[int, torch.Tensor]]] = deque()
+        for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(tied), sum(nbytes)):
+            is_cpu = comm.get_device().type == "cpu"
+            for buckets in in_turns(members, nbytes) if is_cpu else [large_alone(members, nbytes)]:
+                if len(under_way) == _UNDER_WAY:
+                    results |= under_way.popleft()()
+                under_way.append(self._begin(comm, leaves, shapes, buckets))
+        while under_way:
+            results |= under_way.popleft()()
+        return results
 
     def _begin(
         self, comm: Collectives, leaves: Leaves, shapes: Sequence[Shapes], buckets: Sequence[Sequence[int]]

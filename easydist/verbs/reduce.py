@@ -141,13 +141,17 @@ def reduce(
 
     Cost: one header exchange, which carries a small tree (32 KiB in small groups); for a larger one an all-reduce per
     accumulation dtype, and in shared memory one more for each leaf of 256 KiB or more; no all-reduce for ``"none"``.
-    With ``dst``, each other rank sends a larger tree once, to ``dst``, which needs memory for all of them.
+    With ``dst``, each other rank sends a larger tree once, to ``dst``.
 
     Source: accelerate's ``reduce``.
     """
     dst = named_rank(group, "reduce", "dst", dst, group_dst)
     gradient = Gradient(timeout, check) if differentiable else None
     return run(Reduce(tensor, reduction, scale, dst, gradient), communicators(group), timeout, check)
+
+
+_CHUNK, _CHUNKS = 1 << 20, 8
+"""The least bytes of the chunks that are reduced to one rank, and their most number for each rank of the group."""
 
 
 class _DtypeGroup(NamedTuple):
@@ -296,12 +300,30 @@ def _begin(
             total = memory.empty([data.numel()], dtype)
             return total, comm.all_reduce_from(total, data, op, async_op=True)
         if dst != comm.get_rank():
-            return data, comm.reduce(data, dst, op, async_op=True)  # data changes on dst alone
+            return data, _reduce_to(comm, data.detach().view(-1), dst, op)  # data changes on dst alone
     total = _flat(leaves, dtype, members).to(comm.get_device())
     if op is None:
         return total, TorchWork()
-    work = comm.all_reduce(total, op, async_op=True) if dst is None else comm.reduce(total, dst, op, async_op=True)
+    work = comm.all_reduce(total, op, async_op=True) if dst is None else _reduce_to(comm, total, dst, op)
     return total, work
+
+
+def _reduce_to(comm: Collectives, flat: torch.Tensor, dst: int, op: ReduceOp) -> TorchWork:
+    """Reduce a flat tensor to one rank, which needs memory for the parts of all ranks: in chunks, two at a time."""
+    length = max(_CHUNK // flat.element_size(), flat.numel() // (_CHUNKS * comm.get_size()))
+    if not comm.backend.collects or not flat.is_cpu or flat.numel() <= length:
+        return comm.reduce(flat, dst, op, async_op=True)
+    begun = (comm.reduce(chunk, dst, op, async_op=True) for chunk in flat.split(length))
+    return TorchWork(_ahead(begun))
+
+
+def _ahead(begun: Iterator[TorchWork]) -> Iterator[TorchWork]:
+    """Yield each operation after the next one has begun."""
+    earlier = next(begun)
+    for one in begun:
+        yield earlier
+        earlier = one
+    yield earlier
 
 
 def _flat(leaves: Leaves, dtype: torch.dtype, members: Sequence[int]) -> torch.Tensor:

@@ -18,6 +18,20 @@ MUTANTS = [
         "easydist/verbs/buckets.py",
     ),
     Mutant(
+        "verbs/gather.py",
+        "Gather._gather",
+        "if len(under_way) == _UNDER_WAY:",
+        "if False:",
+        "tests/verbs/test_peaks.py -k near_that_of_its_result",
+    ),
+    Mutant(
+        "verbs/reduce.py",
+        "_reduce_to",
+        "flat.numel() <= length",
+        "flat.numel()",
+        "tests/verbs/test_peaks.py -k near_that_of_its_result",
+    ),
+    Mutant(
         "verbs/broadcast.py",
         "Broadcast._check_ties",
         "every[self._source] or range(len(ties or ()))",

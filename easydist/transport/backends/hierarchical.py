@@ -41,6 +41,7 @@ class Hierarchical(Backend):
     """
 
     name = "hierarchical"
+    collects = False
     device = torch.device("cpu")
 
     def __init__(self, near: Backend, gloo: Gloo, hosts: Sequence[Sequence[int]], lane: int = 0) -> None:

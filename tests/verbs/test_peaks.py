@@ -1,0 +1,81 @@
+"""The memory that large calls need beside their results: packed leaves go in turns, reductions to one rank in chunks."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import resident
+import torch
+from groups import BACKENDS, made
+
+import easydist
+from easydist.testing import distributed
+from easydist.verbs import buckets
+
+verbs = importlib.import_module("easydist.verbs.reduce")  # the package has a function of this name
+pytestmark = pytest.mark.slow
+NBYTES = 32 << 20
+
+
+def peak_of(call, result_nbytes):
+    """Return the peak of a call over the bytes of its result; the memory of the group is used before."""
+    resident.give_back()
+    easydist.memory.release()
+    _, peak = resident.peak_above(call)
+    return peak / result_nbytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak cannot be measured here")
+@BACKENDS
+@distributed(world_size=3)
+def test_the_peak_of_a_large_call_is_near_that_of_its_result(rank, backend):
+    whole = torch.full((NBYTES // 4,), float(rank))
+    leaves = [part.clone() for part in whole.split(4096)]
+    with made(backend) as group:
+        easydist.gather(whole[: 1 << 20], group=group)
+        assert peak_of(lambda: easydist.gather(leaves, group=group), 3 * NBYTES) < 1.5
+        easydist.wait_for_everyone(group=group)
+        assert peak_of(lambda: easydist.gather(leaves, dst=1, group=group), 3 * NBYTES) < (1.5 if rank == 1 else 0.3)
+        easydist.wait_for_everyone(group=group)
+        assert peak_of(lambda: easydist.reduce(whole, "sum", dst=1, group=group), NBYTES) < (2.5 if rank == 1 else 0.3)
+
+
+@pytest.mark.parametrize("dst", [None, 1])
+@BACKENDS
+@distributed(world_size=3)
+def test_packed_leaves_arrive_in_turns(rank, backend, dst):
+    def tree(rank):
+        sizes = torch.randint(0, 3000, (100,), generator=torch.Generator().manual_seed(rank)).tolist()
+        dtypes = [torch.float64, torch.int16, torch.bool, torch.bfloat16]
+        leaves = [torch.full((size, 2), rank + 1).to(dtypes[i % 4]) for i, size in enumerate(sizes)]
+        return {"leaves": leaves, "large": torch.full((70_000,), rank)}
+
+    with made(backend) as group, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "_TURN", 1 << 10)
+        got = easydist.gather(tree(rank), dst=dst, group=group)
+    if dst in (None, rank):
+        trees = [tree(r) for r in range(3)]
+        for i, leaf in enumerate(got["leaves"]):
+            assert torch.equal(leaf, torch.cat([one["leaves"][i] for one in trees]))
+        assert torch.equal(got["large"], torch.cat([one["large"] for one in trees]))
+    else:
+        assert got is None
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+@BACKENDS
+@distributed(world_size=3)
+def test_a_reduction_to_one_rank_has_the_same_bits_in_chunks(rank, backend, op):
+    values = torch.randn(100_003, generator=torch.Generator().manual_seed(rank))
+    tree = {"whole": values, "half": values.bfloat16(), "parts": [*values.split(999)], "int": values.int()}
+    with made(backend) as group, pytest.MonkeyPatch.context() as patch:
+        want = easydist.reduce(tree, op, group=group)
+        patch.setattr(verbs, "_CHUNK", 1 << 10)
+        patch.setattr(verbs, "_CHUNKS", 30)
+        got = easydist.reduce(tree, op, dst=2, group=group)
+    assert (got is None) == (rank != 2)
+    if rank == 2:
+        assert repr(got) == repr(want)
+        assert torch.equal(got["whole"].view(torch.uint8), want["whole"].view(torch.uint8))
+        assert all(map(torch.equal, got["parts"], want["parts"]))
+    assert torch.equal(values, tree["whole"])
