@@ -101,6 +101,7 @@ VANISHED = launching.sampled(["named/vanish-0", "named/vanish-3", "containers/va
 HOSTS = ["named/verbs", "flat/verbs", "shared/verbs", "containers/verbs", *VANISHED]
 HOSTS += [f"{case}-{victim}" for case, victim in KILLED]
 HOSTS += launching.sampled(["named/queue-2", "named/blink-3", "adopted/verbs"], 3)
+HOSTS += ["named/come-3"]
 HOSTS += ["named/cut-3"]  # the last one, since it cuts the link
 
 
@@ -170,6 +171,14 @@ def test_a_host_that_vanishes_is_named_by_the_others(case, on_two_hosts):
     assert [row["lost"] // 2 for row in rows] == [1, 1, 0, 0]
     for row in rows:
         assert re.search(r": its host has not answered for [\d.]+ s; that host, or the network, is down\n", row["text"])
+
+
+def test_a_host_that_vanishes_while_ranks_wait_for_a_late_one_is_named(on_two_hosts):
+    rows, statuses = on_two_hosts["named/come-3"]
+    assert statuses == [0, 0, 0, 0]
+    assert [row["type"] for row in rows] == ["PeerLostError"] * 2 + ["CollectiveTimeout"] * 2
+    assert rows[0]["text"].splitlines()[0] == rows[1]["text"].splitlines()[0]
+    assert re.match(r"gather: rank 2 is lost: .*: its host has not answered for [\d.]+ s; that host", rows[0]["text"])
 
 
 def test_both_ends_of_a_queue_notice_that_a_host_vanishes(on_two_hosts):

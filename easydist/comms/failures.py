@@ -99,8 +99,9 @@ def _known(
     who = "another rank" if error.rank is None else f"rank {error.rank}"
     if isinstance(error, PeerLostError):
         who = "a rank" if error.rank is None else f"{who} (process {error.pid} on {error.host})"
-        gone = next((how(peer) for peer in peers if peer.rank == error.rank), "ended")
-        found: CommPeerLost | CommRemoteError = CommPeerLost(f"{what}: {who} has {gone}. {why}")
+        known = [peer for peer in peers if peer.rank == error.rank and (peer.is_gone() or peer.has_left())]
+        fate = f"has {how(known[0])}" if known else "is lost"  # on another host: it may live
+        found: CommPeerLost | CommRemoteError = CommPeerLost(f"{what}: {who} {fate}. {why}")
     else:
         found = CommRemoteError(f"{what}: {who} {'was interrupted' if error.is_interrupt else 'has given up'}. {why}")
     vars(found).update(vars(error))

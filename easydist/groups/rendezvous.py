@@ -120,12 +120,14 @@ class Rendezvous:
         self.store = PrefixStore(str(number), self._place)
         self._messages = TimedStore(PrefixStore("meeting", self.store))
         self.monitor.use(self._messages)
-        self.monitor.is_awaited = True
+        self.monitor.is_awaited = self.monitor.is_meeting = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.monitor.is_meeting = False
+        self.monitor.questions.end()
         if self._have_all_come and error is not None and not isinstance(error, Exception):
             self.monitor.interrupted(error)
         is_shared = self._have_all_come or not self.monitor.is_awaited

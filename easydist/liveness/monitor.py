@@ -19,6 +19,7 @@ from easydist.liveness import keepalive, texts
 from easydist.liveness.events import Cause, Heard, Parting, Why
 from easydist.liveness.page import MessageWait
 from easydist.liveness.peer import Peer
+from easydist.liveness.questions import Questions
 from easydist.liveness.report import EXCEPTION, INTERRUPT, fields_of, kind_of
 from easydist.liveness.status import GroupStatus, nothing, recovered_by
 from easydist.liveness.timed_store import TimedStore
@@ -47,6 +48,8 @@ class Monitor(GroupStatus):
         waits_in_memory: True if the group's ranks share memory, so that each of them checks the others while it waits.
         is_destroyed: Returns True if the caller has destroyed the group without easydist.
         younger: Returns the monitor of the verbs that wait in the memory of this group; None if there is none.
+        questions: The questions to the hosts of ranks that meet.
+        is_meeting: True while the ranks of a new group meet, outside of the calls of an older one.
         outside: Called at every look; it raises an error once something outside of the group makes its waits vain.
     """
 
@@ -58,6 +61,7 @@ class Monitor(GroupStatus):
         self.is_destroyed: Callable[[], bool] = _never
         self.younger: Callable[[], Monitor | None] = _nobody
         self.outside: Callable[[], None] = nothing
+        self.is_meeting, self.questions = False, Questions()
         self._lock = threading.Lock()
 
     def begin(
@@ -172,6 +176,8 @@ class Monitor(GroupStatus):
             keepalive.end_unreachable()
         if cause is None and listens:
             cause = self.look(self._heard_from_afar())
+        if cause is None and listens:
+            cause = self._vanished()
         if cause is None and (crossed := self._crossed(listens)) is not None:
             return crossed
         if cause is None and listens and (recovering := self._recovering(awaited)) is not None:
@@ -185,6 +191,14 @@ class Monitor(GroupStatus):
         if self.warns(now, WARN_AFTER) and not self._others_warn():
             _log.warning("%s", self.late(awaited, now - self._began, "Still waiting."))
         return None
+
+    def _vanished(self) -> Cause | None:
+        """Return the cause if a host no longer answers while ranks meet; connected ranks learn of it from TCP."""
+        if not (self.phase % 2 or self.is_meeting) or self._others_warn():
+            return None
+        far = [peer for peer in self.peers.values() if not peer.is_visible]
+        lost = [peer for peer in far if self.questions.are_unanswered(peer.addresses)]
+        return Cause(Why.UNREACHABLE, lost[0].rank) if lost else None
 
     def _recovering(self, awaited: Sequence[int]) -> EasydistError | None:
         """Return the error if an awaited rank recovers another group, and so waits for this rank; None if none does."""
@@ -273,6 +287,7 @@ class Monitor(GroupStatus):
     def end_meeting(self) -> None:
         """Make the phase even: the ranks are connected."""
         self.crossing.begun.clear()
+        self.questions.end()
         super().end_meeting()
 
     def give_up_for_others(self) -> None:
@@ -312,6 +327,7 @@ class Monitor(GroupStatus):
 
     def ended_by(self, error: BaseException) -> None:
         """Leave the call because of an error, and report it to all other ranks, unless it comes from them."""
+        self.questions.end()
         if isinstance(error, Exception):
             self.failed(error)
         else:

@@ -11,6 +11,27 @@ MUTANTS = [
         "tests/groups/test_recovering.py -k outside_of_verbs",
     ),
     Mutant(
+        "liveness/questions.py",
+        "_Host._note",
+        "if error in _ANSWERS:",
+        "if True:",
+        "tests/liveness/test_questions.py",
+    ),
+    Mutant(
+        "liveness/questions.py",
+        "Questions.are_unanswered",
+        "[host for host in hosts if host.has_answered]",
+        "hosts",
+        "tests/liveness/test_questions.py",
+    ),
+    Mutant(
+        "liveness/monitor.py",
+        "Monitor._vanished",
+        "if not (self.phase % 2 or self.is_meeting) or",
+        "if True or",
+        "tests/test_leaks.py -k late_one_is_named",
+    ),
+    Mutant(
         "liveness/watchdog.py",
         "Watchdog._check_all",
         "elif time.monotonic() < self._due:",

@@ -7,6 +7,7 @@ distinguished (named: by EASYDIST_HOST_ID; containers: by their process namespac
 that torch has made; shared: not at all; flat: without shared memory) and the event.
 """
 
+import contextlib
 import functools
 import gc
 import json
@@ -29,7 +30,7 @@ from namespaces import address, enter
 import easydist
 from easydist import EasydistError, PeerLostError, ProcessState
 from easydist.comms import new_comm
-from easydist.liveness import keepalive
+from easydist.liveness import keepalive, questions
 from easydist.queue import MessageQueue
 
 UNREACHABLE_AFTER = within(3)
@@ -176,6 +177,24 @@ def vanish(link, victim, rank):
     return {"lost": caught.value.rank, "text": str(caught.value)}
 
 
+def come(link, victim, rank):
+    """Take a host from the network whose ranks have come to their first call, while another rank is late."""
+    if rank == 0:
+        listener = socket.create_server(("127.0.0.1", NOTICED_AT))
+    elif rank == 1:
+        connected_to_the_first().recv(1)  # until it has noticed
+    elif rank == victim:
+        threading.Thread(target=switch_when_asked, args=(link,)).start()
+    with pytest.raises(EasydistError) as caught:
+        easydist.gather(rank, timeout=DEADLINE if rank < 2 else within(8))
+    if rank == 0:
+        with listener, listener.accept()[0]:
+            pass
+    elif rank == victim:
+        switch(link, "up")
+    return {"type": caught.typename, "text": str(caught.value)}
+
+
 def sink(link, victim, rank):
     """Take a host from the network in the middle of a large message to it."""
     data = torch.ones(1 << 26)
@@ -208,6 +227,19 @@ def queue(link, victim, rank):
     return {"text": f"{caught.typename}: {caught.value}"}
 
 
+def connected_to_the_first():
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):  # it has not begun to listen
+            return socket.create_connection(("127.0.0.1", NOTICED_AT))
+        threading.Event().wait(0.01)
+
+
+def switch_when_asked(link):
+    """Take this host from the network once another one has asked whether it is there."""
+    with socket.create_server(("", questions._PORT)) as listener, listener.accept()[0]:
+        switch(link, "down")
+
+
 def endlessly(use):
     while True:
         use(timeout=DEADLINE)
@@ -238,7 +270,7 @@ def blink(link, victim, rank):
 
 def work(case, link, rank, size):
     what = case.split("/")[1]
-    if what.startswith(("cut", "vanish", "blink", "sink", "queue")):
+    if what.startswith(("cut", "vanish", "come", "blink", "sink", "queue")):
         found = globals()[what[:-2]](link, int(what[-1]), rank)
     elif what == "verbs":
         found = verbs(link, rank, size)

@@ -1,4 +1,4 @@
-"""The memory that large calls need beside their results: packed leaves go in turns, reductions to one rank in chunks."""
+"""The memory that large calls need: packed leaves go in turns, reductions to one rank in chunks."""
 
 import importlib
 from pathlib import Path
