@@ -24,7 +24,7 @@ SHOWN = 10
 def fault_text(faults: dict[int, dict[str, Any]]) -> str:
     """Return the text about failed ranks: the fault of each, and the sites of their calls."""
     first = faults[min(faults)]
-    lines = [f"  rank {rank}: {one['text']}" for rank, one in faults.items()]
+    lines = _lines({rank: one["text"] for rank, one in faults.items()})
     if first["body"]:
         return "\n".join([f"{first['operation']}: the body raised on {_ranks(faults)}", *lines])
     sites = _sites_text({rank: one["site"] for rank, one in faults.items()})
@@ -46,12 +46,13 @@ def _sites_text(sites: dict[int, str]) -> str:
         by_site.setdefault(site, []).append(rank)
     if len(by_site) == 1:
         return f"Called at {next(iter(by_site))}"
-    return "Called at " + ", ".join(f"{site} ({_ranks(ranks)})" for site, ranks in by_site.items())
+    shown = [f"{site} ({_ranks(ranks)})" for site, ranks in by_site.items()]
+    return "Called at " + ", ".join([*shown[:SHOWN], *([f"… and {len(shown) - SHOWN} more"] if shown[SHOWN:] else [])])
 
 
 def calls_text(every: list[dict[str, Any]]) -> str:
-    """Return the text about different calls, with one line for each rank's call."""
-    lines = [f"  rank {rank}: {one['title']} at {one['site']}" for rank, one in enumerate(every)]
+    """Return the text about different calls."""
+    lines = _lines({rank: f"{one['title']} at {one['site']}" for rank, one in enumerate(every)})
     advice = "Every rank of the group has to make the same calls in the same order."
     return "\n".join(["ranks made different calls", *lines, advice])
 
@@ -140,10 +141,22 @@ def _by_rank(texts: dict[int, str]) -> str:
 
 def _by_text(texts: dict[int, str]) -> str:
     """Return each text with the ranks that have it."""
+    found = _grouped(texts)
+    return "   ".join([*found[:SHOWN], *([f"… and {len(found) - SHOWN} more"] if found[SHOWN:] else [])])
+
+
+def _lines(texts: dict[int, str]) -> list[str]:
+    """Return a line for each rank; of many ranks, those with the same text have one line."""
+    if len(texts) <= SHOWN:
+        return [f"  rank {rank}: {text}" for rank, text in texts.items()]
+    return listed([f"  {text}" for text in _grouped(texts)])
+
+
+def _grouped(texts: dict[int, str]) -> list[str]:
     by_text: dict[str, list[int]] = {}
     for rank, text in texts.items():
         by_text.setdefault(text, []).append(rank)
-    return "   ".join(f"{_ranks(ranks)}: {text}" for text, ranks in by_text.items())
+    return [f"{_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
 
 
 def _leaf_text(row: list[Any] | None) -> str:

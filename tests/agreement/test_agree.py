@@ -8,7 +8,7 @@ import torch
 
 import easydist
 from easydist import DisagreementError, RemoteError
-from easydist.agreement.disagreement import fault_text
+from easydist.agreement.disagreement import calls_text, fault_text, trees_text
 from easydist.data import leaves
 from easydist.testing import distributed
 
@@ -127,6 +127,33 @@ def test_more_than_eleven_ranks_are_counted(count, named):
     fault = {"operation": "gather", "body": 0, "site": "train.py:7", "text": "KeyError"}
     head = fault_text(dict.fromkeys(range(count), fault)).splitlines()[0]
     assert head == f"gather: ranks 0, 1, 2, 3, 4, 5, 6, 7, {named} failed before the exchange"
+
+
+def test_texts_of_a_large_group_do_not_grow_with_it():
+    calls = [{"title": "gather()", "site": "train.py:7"} for _ in range(1000)]
+    calls[500]["title"] = "reduce()"
+    assert calls_text(calls).splitlines() == [
+        "ranks made different calls",
+        "  ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 989 more: gather() at train.py:7",
+        "  rank 500: reduce() at train.py:7",
+        "Every rank of the group has to make the same calls in the same order.",
+    ]
+    faults = {
+        rank: {"operation": "gather", "body": 0, "site": "train.py:7", "text": "KeyError"} for rank in range(1000)
+    }
+    assert fault_text(faults).splitlines()[1] == "  ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 990 more: KeyError"
+    for rank, (call, fault) in enumerate(zip(calls, faults.values(), strict=True)):
+        call["site"] = fault["site"] = fault["text"] = f"train.py:{rank}"
+    texts = [calls_text(calls), fault_text(faults), trees_text([tree_of(rank) for rank in range(1000)])]
+    assert max(len(line) for text in texts for line in text.splitlines()) < 800
+    assert max(len(text.splitlines()) for text in texts) <= 14
+    assert "\n  … and 990 more\n" in texts[0]
+    assert "   rank 9: float32 (9,)   … and 990 more\n" in texts[2]
+
+
+def tree_of(rank):
+    told = {"absent": False, "operation": "gather", "site": f"train.py:{rank}", "advice": ""}
+    return told | {"types": [["['x']", "float32", [rank]]], "fixed": [["['x']", f"float32, {rank}", None]]}
 
 
 @distributed(world_size=2)

@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "agreement/disagreement.py",
+        "_lines",
+        "if len(texts) <= SHOWN:",
+        "if True:",
+        "tests/agreement/test_agree.py::test_texts_of_a_large_group_do_not_grow_with_it",
+    ),
+    Mutant(
         "agreement/runner.py",
         "jointly",
         " or isinstance(error, DisagreementError)",
