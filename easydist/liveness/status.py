@@ -393,7 +393,9 @@ class GroupStatus(GroupProtocol):
     def _lost(self, peer: Peer, how: str = "") -> PeerLostError:
         status = peer.exit_status() if peer.is_visible or peer.has_ended() else None
         what = f"{texts.process(peer.pid, peer.host)}{how or f' ended ({texts.status_text(status)})'}"
-        what = what if peer.pid else "it left before the ranks had met"
+        if not peer.pid:
+            is_silent = how not in ("", texts.BROKE)  # its host may never have come
+            what = how.removeprefix(": ") if is_silent else "it left before the ranks had met"
         error = PeerLostError(texts.lost(self.operation, f"rank {peer.rank}", what, self._last_seen(peer)))
         error.rank, error.pid, error.host, error.exit_status = peer.rank, peer.pid, peer.host, status
         return error

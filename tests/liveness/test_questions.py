@@ -7,6 +7,8 @@ import socket
 import pytest
 
 from easydist.liveness import keepalive, questions
+from easydist.liveness.events import Cause, Why
+from easydist.liveness.monitor import Monitor
 from easydist.liveness.questions import Questions
 
 HERE = "127.0.0.1"
@@ -44,6 +46,16 @@ def test_only_a_host_that_has_answered_before_can_be_missed(error, asked, monkey
     assert not any(looks(asked, ["127.0.0.2"]))
     assert not any(looks(asked, []))
     assert looks(asked, [HERE, "127.0.0.2"])[-1]
+
+
+def test_a_host_whose_rank_has_not_been_met_has_not_left():
+    monitor = Monitor(0, 2, 60.0)
+    monitor.begin("gather", "train.py:7")
+    text = str(monitor.error_of(Cause(Why.UNREACHABLE, 1), []))
+    assert text.startswith(
+        "gather: rank 1 is lost: its host has not answered for 25 s; that host, or the network, is down\n"
+    )
+    assert "rank 1 is lost: it left before the ranks had met" in str(monitor.error_of(Cause(Why.BROKE, 1), []))
 
 
 def test_questions_leave_no_descriptors_and_need_none(asked, monkeypatch):
