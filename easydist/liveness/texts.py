@@ -70,6 +70,7 @@ ENDED = Advice(
 VERBS_ENDED = Advice(
     "Verbs can no longer use this communicator. Make a new one on all ranks, with more time (timeout=).",
     "Verbs can no longer use this communicator. Make a new one on all ranks.",
+    "for this communicator",
 )
 """The advice for a communicator that is given as a group: without a process group, its ranks cannot reconnect."""
 
