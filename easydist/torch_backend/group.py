@@ -23,7 +23,7 @@ from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.rendezvous import NEVER, site
 from easydist.liveness.monitor import Monitor
 from easydist.shm.slots import TAGS
-from easydist.torch_backend.overloads import overloaded
+from easydist.torch_backend.overloads import limit_of, overloaded
 from easydist.torch_backend.reductions import reduction
 from easydist.torch_backend.rendezvous import NAME, met
 from easydist.torch_backend.shown import event, shown_to_modes
@@ -39,7 +39,6 @@ _NOTHING: About = (None, None, None)
 
 _UNEVEN = frozenset(["all_gather", "all_to_all_single"])
 """The operations of torch whose sizes may differ between ranks; a communicator has others for that."""
-_NO_LIMIT = timedelta(0)
 _MOST_HELD = 100
 """The most works without a waiter that stay alive although nothing in Python refers to them; see ``GroupWork``."""
 
@@ -216,11 +215,9 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         gather = lambda: [self._backend.all_gather_single(flat, as_bytes(data))]  # noqa: E731
         return self._begin("all_gather_single", (data, None, None), gather, [target])
 
-    def all_gather_single_coalesced(
-        self, output_lists: TensorList, input_list: TensorList, opts: Any = None
-    ) -> GroupWork:
+    def all_gather_single_coalesced(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> GroupWork:
         """Call ``all_gather_single`` for several tensors."""
-        return self._all([self.all_gather_single(o, i, opts) for o, i in zip(output_lists, input_list, strict=True)])
+        return self._all([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
     def allgather_coalesced(
         self, output_lists: Sequence[TensorList], input_list: TensorList, opts: Any = None
@@ -247,13 +244,17 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
         opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> GroupWork:
         """Exchange parts of dim 0: the s-th of ``output`` is the part of rank s's ``input`` for this rank."""
         target, data = Filled(output), dense(input)
         outputs = self._parts("output", target.dense, output_split_sizes)
         inputs = self._parts("input", data, input_split_sizes)
-        return self._swap("all_to_all_single", outputs, inputs, [target])
+        work = self._swap("all_to_all_single", outputs, inputs, [target])
+        work.limit = limit_of(timeout or opts)
+        return work
 
+    @overloaded(1, 1)
     def alltoall(self, output_tensors: TensorList, input_tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set ``output_tensors[s] = input_tensors[rank] of rank s``. The sizes may differ."""
         targets = [Filled(output) for output in output_tensors]
@@ -262,9 +263,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     @overloaded()
     def barrier(self, opts: Any = None) -> GroupWork:
         """Block until every rank has begun it."""
-        work = self._begin("barrier", _NOTHING, lambda: [self._backend.barrier()], [])
-        work.limit = max(_NO_LIMIT, getattr(opts, "timeout", _NO_LIMIT))
-        return work
+        return self._begin("barrier", _NOTHING, lambda: [self._backend.barrier()], [])
 
     @overloaded(1)
     def broadcast(self, tensors: TensorList, opts: Any = None) -> GroupWork:
@@ -284,13 +283,13 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         gather = lambda: [self._backend.gather(all_bytes(targets), as_bytes(data), root)]  # noqa: E731
         return self._begin("gather", (data, root, None), gather, targets)
 
-    def recv(self, tensors: TensorList, src: int, tag: int) -> GroupWork:
-        """Receive the tensors that ``src`` sends to this rank with this tag, in order."""
-        self._demand_message("recv", src, tag)
+    def recv(self, tensors: TensorList, srcRank: int, tag: int) -> GroupWork:  # noqa: N803
+        """Receive the tensors that ``srcRank`` sends to this rank with this tag, in order."""
+        self._demand_message("recv", srcRank, tag)
         targets = [Filled(tensor) for tensor in tensors]
         flats = [target.dense.view(-1) for target in targets]
         receive = self._tagged(self._backend.recv, tag)
-        return self._begin("recv", _NOTHING, lambda: [receive(flat, src) for flat in flats], targets)
+        return self._begin("recv", _NOTHING, lambda: [receive(flat, srcRank) for flat in flats], targets)
 
     def recv_anysource(self, tensors: TensorList, tag: int) -> GroupWork:
         """Receive the next tensor that any rank sends to this one with this tag, unless a ``recv`` waits for it.
@@ -332,8 +331,14 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         (output,), (inputs,) = output_tensors, input_tensors
         return self._reduce_scatter("reduce_scatter", output, inputs, opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
-        """Set ``output = op(part of rank 0's input, …)``, where the input has one equal part for each rank."""
+    def reduce_scatter_single(
+        self,
+        outputTensor: torch.Tensor,  # noqa: N803
+        inputTensor: torch.Tensor,  # noqa: N803
+        opts: Any = None,
+    ) -> GroupWork:
+        """Set ``outputTensor = op(part of rank 0's inputTensor, …)``, which has one equal part for each rank."""
+        output, input = outputTensor, inputTensor
         if not _fit(input, output, self.size()):
             raise ValueError(f"reduce_scatter_single: {self.size()} times {seen(output)} is not {seen(input)}")
         parts = dense(input).reshape(self.size(), -1).unbind()
@@ -355,11 +360,11 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         about = target.dense, root, None
         return self._begin("scatter", about, lambda: [self._backend.scatter(flat, flats, root)], [target])
 
-    def send(self, tensors: TensorList, dst: int, tag: int) -> GroupWork:
-        """Send to ``dst``, which receives as many bytes with this tag. Change the tensors once the work has ended."""
-        self._demand_message("send", dst, tag)
+    def send(self, tensors: TensorList, dstRank: int, tag: int) -> GroupWork:  # noqa: N803
+        """Send to ``dstRank``, which receives as many bytes with this tag. Change the tensors after the work's end."""
+        self._demand_message("send", dstRank, tag)
         data, send = [dense(tensor) for tensor in tensors], self._tagged(self._backend.send, tag)
-        return self._begin("send", _NOTHING, lambda: [send(t.view(-1), dst) for t in data], [])
+        return self._begin("send", _NOTHING, lambda: [send(t.view(-1), dstRank) for t in data], [])
 
     # The names in torch 2.12 and older.
     _allgather_base = all_gather_single

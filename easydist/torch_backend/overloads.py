@@ -6,7 +6,7 @@ torch calls the first form. Its own groups, which are written in C++, accept bot
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -16,11 +16,9 @@ import torch.distributed as dist
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_OPTIONS = tuple(
-    getattr(dist, f"{name}Options")
-    for name in ("Allreduce", "Broadcast", "Allgather", "Reduce", "Gather", "Scatter", "ReduceScatter", "Barrier")
-    if hasattr(dist, f"{name}Options")
-)
+_NAMES = ("Allreduce", "Broadcast", "Allgather", "Reduce", "Gather", "Scatter", "ReduceScatter", "Barrier", "AllToAll")
+_OPTIONS = tuple(getattr(dist, f"{name}Options") for name in _NAMES if hasattr(dist, f"{name}Options"))
+_NO_LIMIT = timedelta(0)
 
 
 def overloaded(*depths: int) -> Callable[[F], F]:
@@ -30,22 +28,53 @@ def overloaded(*depths: int) -> Callable[[F], F]:
         *depths: For each of its arguments with tensors, in order: 1 if the first form takes a list, 2 for lists in a
             list. The second form takes one level less. A reduction, a root and a time limit follow in any order, in
             place of the options.
+
+    The limit of either form becomes that of the work.
     """
 
     def decorate(method: F) -> F:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not kwargs and len(args) == len(depths) + 1 and isinstance(args[-1], _OPTIONS):
-                return method(self, *args)
-            # By name in any order: outputs come first.
-            named = sorted(kwargs.items(), key=lambda item: not item[0].startswith("output"))
-            values = [*args, *(value for _, value in named)]
-            tensors = [value for value in values if _is_data(value)]
-            return method(self, *map(_nested, tensors, depths), _options([v for v in values if not _is_data(v)]))
+            if kwargs or len(args) != len(depths) + 1 or not isinstance(args[-1], _OPTIONS):
+                args = _first_form(method.__name__, args, kwargs, depths)
+            work = method(self, *args)
+            work.limit = limit_of(args[-1])
+            return work
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def limit_of(options: Any) -> timedelta:
+    """Return the limit in torch's options, or the limit itself; zero if there is none, which torch writes as -1 ms."""
+    limit: timedelta = options if isinstance(options, timedelta) else getattr(options, "timeout", _NO_LIMIT)
+    return max(_NO_LIMIT, limit)
+
+
+def _first_form(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], depths: Sequence[int]) -> tuple[Any, ...]:
+    """Return the arguments in the first form.
+
+    Raises:
+        TypeError: They have neither form.
+    """
+    # By name in any order: outputs come first.
+    named = sorted(kwargs.items(), key=lambda item: not item[0].startswith("output"))
+    values = [*args, *(value for _, value in named)]
+    tensors = [value for value in values if _is_data(value)]
+    if len(tensors) != len(depths):
+        raise TypeError(f"{name}: takes {len(depths)} arguments with tensors, got {len(tensors)}")
+    for value in tensors:
+        _demand_tensors(name, value)
+    return *map(_nested, tensors, depths), _options(name, [value for value in values if not _is_data(value)])
+
+
+def _demand_tensors(name: str, value: Any) -> None:
+    if isinstance(value, list | tuple):
+        for one in value:
+            _demand_tensors(name, one)
+    elif not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: takes tensors, got {type(value).__name__}")
 
 
 def _is_data(value: Any) -> bool:
@@ -59,14 +88,18 @@ def _nested(value: Any, depth: int) -> Sequence[Any]:
     return [value] if depth > 1 and not (value and isinstance(value[0], list | tuple)) else value
 
 
-def _options(values: Sequence[Any]) -> Any:
+def _options(name: str, values: Sequence[Any]) -> Any:
     """Return the options of the first form: those passed, or what the second form passes in their place."""
-    options = SimpleNamespace(reduceOp=dist.ReduceOp(dist.ReduceOp.SUM), rootRank=0)
+    options = SimpleNamespace(reduceOp=dist.ReduceOp(dist.ReduceOp.SUM), rootRank=0, timeout=_NO_LIMIT)
     for value in values:
         if isinstance(value, dist.ReduceOp | dist.ReduceOp.RedOpType):
             options.reduceOp = dist.ReduceOp(value) if isinstance(value, dist.ReduceOp.RedOpType) else value
         elif isinstance(value, int):
             options.rootRank = value
-        elif value is not None and not isinstance(value, timedelta):
+        elif isinstance(value, timedelta):
+            options.timeout = value
+        elif hasattr(value, "timeout"):
             return value
+        elif value is not None:
+            raise TypeError(f"{name}: takes a ReduceOp, a root, a timedelta or torch's options, got {value!r}")
     return options

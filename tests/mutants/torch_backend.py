@@ -102,6 +102,13 @@ MUTANTS = [
     Mutant(
         "torch_backend/overloads.py",
         "overloaded",
+        "work.limit = limit_of(args[-1])",
+        "pass",
+        "tests/torch_backend/test_process_group.py::test_the_limit_of_a_second_form",
+    ),
+    Mutant(
+        "torch_backend/overloads.py",
+        "_first_form",
         'key=lambda item: not item[0].startswith("output")',
         "key=lambda item: 0",
         "tests/torch_backend/test_process_group.py::test_the_second_forms_of_the_groups_own_methods",

@@ -267,6 +267,38 @@ def test_the_second_forms_of_the_groups_own_methods(rank):
     made.gather(input_tensor=own, output_tensors=outputs, root=1).wait()
     assert all(map(torch.equal, outputs, every))
     made.barrier(timeout=timedelta(seconds=60)).wait()
+    made._reduce_scatter_base(outputTensor=(one := torch.zeros(2)), inputTensor=torch.ones(6)).wait()
+    assert one.tolist() == [3, 3]
+    if rank < 2:
+        message = made.send(tensors=[one], dstRank=1, tag=3) if rank == 0 else made.recv([one], srcRank=0, tag=3)
+        message.wait()
+    for wrong in (lambda: made.allreduce(), lambda: made.allgather([own] * 3)):
+        with pytest.raises(TypeError, match=r"^all\w+: takes [12] arguments with tensors, got [01]$"):
+            wrong()
+    for wrong in (lambda: made.allreduce([1, 2]), lambda: made.allgather([own, own, None], own)):
+        with pytest.raises(TypeError, match=r"^all\w+: takes tensors, got (int|NoneType)$"):
+            wrong()
+    with pytest.raises(TypeError, match=r"^allreduce: takes a ReduceOp, a root, a timedelta or .* options, got 'sum'$"):
+        made.allreduce(own, "sum")
+
+
+LIMITED = {
+    "barrier": lambda made, limit: made.barrier(timeout=limit),
+    "allreduce": lambda made, limit: made.allreduce(torch.ones(2), dist.ReduceOp.SUM, limit),
+    "broadcast": lambda made, limit: made.broadcast(torch.ones(2), 1, timeout=limit),
+    "alltoall": lambda made, limit: made.alltoall([torch.ones(1)] * 2, [torch.ones(1)] * 2, limit),
+    "alltoall_base": lambda made, limit: made.alltoall_base(torch.ones(2), torch.ones(2), [], [], timeout=limit),
+}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+@distributed(world_size=2)
+def test_the_limit_of_a_second_form(name, rank):
+    made = group()
+    if rank == 0:
+        with pytest.raises(easydist.CollectiveTimeout, match=r"within the timeout of 0\.25 s"):
+            LIMITED[name](made, timedelta(seconds=0.25)).wait()
+    easydist.gather_object(None)
 
 
 @distributed(world_size=3)
