@@ -9,12 +9,15 @@ the name still points to the old one. The keys of a group that a driver creates 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import secrets
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from easydist.agreement.calling import seconds
@@ -37,6 +40,16 @@ _HERE = "/here/"
 
 _WANTED = "/wanted"
 """The end of the key that is there as long as the driver waits for the generation."""
+
+_JOINING = "joining"
+"""The answer of an actor in which a thread joins."""
+
+_Outcome = tuple[BaseException, str] | None
+"""The error that ended a member's joining, and its traceback: Ray would print a raised one if the driver has given up
+before."""
+
+_joining: dict[str, Future[_Outcome]] = {}
+"""The outcomes of the threads that join, by the key of the generation, until the driver has asked for them."""
 
 _groups: dict[str, PrivateGroup] = {}
 """The groups of this process, by name."""
@@ -223,22 +236,49 @@ def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout:
     own, deadline = (group_name, limit, key), time.monotonic() + limit
     try:
         _put(key + _WANTED, "")
-        waiting = refs = [actor.__ray_call__.remote(_join, size, rank, *own) for rank, actor in enumerate(actors)]
-        while waiting:
-            done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
-                raise _silent(group_name, key, [refs.index(ref) for ref in waiting], size)
-            _check(ray, done[0], refs.index(done[0]), group_name)
+        ranks = {actor.__ray_call__.remote(_join, size, rank, *own): rank for rank, actor in enumerate(actors)}
+        while ranks:
+            done, _ = ray.wait([*ranks], timeout=max(0.0, deadline - time.monotonic()))
+            if not done or time.monotonic() > deadline:
+                raise _silent(group_name, key, sorted(ranks.values()), size)
+            rank = ranks.pop(done[0])
+            if _is_joining(ray, done[0], rank, group_name):
+                time.sleep(_POLL)
+                ranks[actors[rank].__ray_call__.remote(_joined, key)] = rank
     finally:
         _forget(key)  # and all keys that begin with it: members that still wait hear by that
 
 
-def _join(actor: Any, size: int, rank: int, name: str, timeout: float, key: str) -> tuple[BaseException, str] | None:
-    """Join the group, in an actor, which is the first argument. The driver decides when to give up.
+def _join(actor: Any, *own: Any) -> _Outcome | str:
+    """Join the group, in an actor, which is the first argument; a thread does it if the actor runs an event loop.
 
-    Returns:
-        The error that ended it, and its traceback: Ray would print a raised one if the driver has given up before.
+    Ray calls no other method of such an actor before this one has returned.
+
+    Args:
+        actor: The actor.
+        *own: The arguments of ``_outcome``, the last of which is the key of the generation.
     """
+    if not inspect.getmembers(type(actor), _is_async):
+        return _outcome(*own)
+    future = _joining[own[-1]] = Future[_Outcome]()
+    joins = threading.Thread(target=lambda: future.set_result(_outcome(*own)), name="create_group", daemon=True)
+    joins.start()
+    return _JOINING
+
+
+def _is_async(method: Any) -> bool:
+    """True if Ray gives an actor with this method an event loop."""
+    return inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+
+
+def _joined(actor: Any, key: str) -> _Outcome | str:
+    """Return the outcome of the thread that joins, in an actor."""
+    future = _joining.get(key)  # None if the driver has given up meanwhile
+    return _JOINING if future is None or not future.done() else _joining.pop(key).result()
+
+
+def _outcome(size: int, rank: int, name: str, timeout: float, key: str) -> _Outcome:
+    """Join the group. The driver decides when to give up."""
     wait = functools.partial(_check_wanted, key, name)
     try:
         wait()
@@ -247,12 +287,13 @@ def _join(actor: Any, size: int, rank: int, name: str, timeout: float, key: str)
     except Exception as error:
         if _get(key + _WANTED) is None:
             _forget(key)  # what was written after the driver had given up
+            _joining.pop(key, None)
         return error, traceback.format_exc()
     return None
 
 
-def _check(ray: Any, ref: Any, rank: int, name: str) -> None:
-    """Raise the error that ended a member's joining."""
+def _is_joining(ray: Any, ref: Any, rank: int, name: str) -> bool:
+    """True if a member has not joined yet; raise the error if one has ended its joining."""
     try:
         found = ray.get(ref)
     except ray.exceptions.RayActorError as error:
@@ -261,9 +302,10 @@ def _check(ray: Any, ref: Any, rank: int, name: str) -> None:
         raise lost from error
     except ray.exceptions.RayTaskError as error:  # it did not come to the function
         raise error.cause from error
-    if found is not None:
+    if isinstance(found, tuple):
         raised, text = found
         raise raised from RuntimeError(f"in the actor of rank {rank}:\n{text}")
+    return bool(found == _JOINING)
 
 
 def _silent(name: str, key: str, waiting: Sequence[int], size: int) -> CollectiveTimeout:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import launching
 import pytest
@@ -86,6 +87,39 @@ def test_a_silent_actor_is_named(actors, tmp_path):
 
     assert _internal_kv_list("easydist/created/", namespace="easydist") == []  # also after the one that failed
     assert each(actors[:3], sync, "silent", 0) == [[0.0] * 3] * 3
+
+
+class Serving:
+    """An actor with an event loop."""
+
+    async def answer(self):
+        return "here"
+
+
+def test_an_asyncio_actor_answers_while_others_do_not_come(actors, tmp_path):
+    from ray.experimental.internal_kv import _internal_kv_list
+
+    def has_come(key):
+        return key.endswith(b"/here/0")
+
+    os.mkfifo(tmp_path / "silence")
+    group = [ray.remote(num_cpus=0, resources={"first": 1})(Serving).remote(), actors[2]]
+    silent = actors[2].__ray_call__.remote(lambda _, path: path.read_text(), tmp_path / "silence")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(easydist.ray.create_group, group, "serving", timeout=within(60))
+            try:
+                while not any(map(has_come, _internal_kv_list("easydist/created/", namespace="easydist"))):
+                    assert not made.done()
+                assert ray.get(group[0].answer.remote(), timeout=within(20)) == "here"
+                assert not made.done()
+            finally:
+                (tmp_path / "silence").write_text("over")
+        made.result()
+        assert each(group, sync, "serving", 1) == [[1.0] * 3] * 2
+    finally:
+        ray.kill(group[0])
+    assert ray.get(silent, timeout=within(60)) == "over"
 
 
 def waits_in_vain(rank, name, seconds):
