@@ -110,7 +110,7 @@ class Service:
         """Continue in the newest generation of the group."""
         group = easydist.ray.group("sync")
         self.receiver = self.receiver or weights.WeightReceiver(self.net, group=group)
-        return self.receiver.regroup(group)
+        return await self.receiver.aregroup(group)
 
     async def receive(self) -> int:
         """Receive the next version, and go on answering meanwhile."""

@@ -93,9 +93,13 @@ class Holder:
         """Start to use the version that has arrived on all members."""
         self.version, self.pending = version, None
 
-    def replace(self) -> Callable[[int], None]:
-        """Forget a version that is not in use yet, and return the function that takes another one in its place."""
-        return self.use
+    def hold(self, version: int) -> None:
+        """Keep the version that has arrived on all members until it is committed; a publisher uses it at once."""
+        self.use(version)
+
+    def forget(self) -> bool:
+        """Forget a version that waits to be committed; True if there was one."""
+        return False
 
 
 class Publish(BroadcastWeights):

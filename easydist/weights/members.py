@@ -33,6 +33,7 @@ class Member(Holder):
         *,
         group_src: int | Sequence[int] | None = None,
         load: Load | None = None,
+        commit: bool = True,
     ) -> int:
         """Continue in another group after losing or admitting members. All members call it.
 
@@ -49,6 +50,8 @@ class Member(Holder):
             load: On a receiver that streams, the function that loads the version if this member has to get it: it takes
                 an iterator of names and tensors to its end, as the ``load_weights`` of vLLM's models does. None: the
                 version arrives in ``state``.
+            commit: False on a receiver that serves meanwhile: a version that arrives waits for ``commit``, as after
+                ``arrive``.
 
         Returns:
             The version.
@@ -65,7 +68,7 @@ class Member(Holder):
         named = named_rank(group, "regroup", "src", src, group_src)
         members = run(_Versions(self, named), self.comms)
         self.src = self.src if named is None else named
-        return self._level(self.comms, members, self.src, load)
+        return self._level(self.comms, members, self.src, load, self.use if commit else self.hold)
 
     def share(self, group: Group, *, load: Load | None = None) -> int:
         """Give the members of a second group the newest version that a receiver in it has; all of that group call it.
@@ -91,10 +94,15 @@ class Member(Holder):
         comms = communicators(group)
         verb = _Versions(self, None)
         verb.operation = "share"
-        return self._level(comms, run(verb, comms), None, load)
+        return self._level(comms, run(verb, comms), None, load, self.use)
 
     def _level(
-        self, comms: Communicators, members: dict[int, dict[str, Any]], publisher: Any, load: Load | None
+        self,
+        comms: Communicators,
+        members: dict[int, dict[str, Any]],
+        publisher: Any,
+        load: Load | None,
+        take: Callable[[int], None],
     ) -> int:
         """Give the members of a group the newest version that any of them has, and return it.
 
@@ -103,36 +111,44 @@ class Member(Holder):
             members: The report of each member.
             publisher: The ranks that give it if the receivers cannot; None: that is an error.
             load: As in ``regroup``.
+            take: Called with the version once it is here.
         """
         newest: int = max(one["version"] for one in members.values())
         if self.pending == newest > self.newest:
-            self.use(newest)
+            take(newest)
         self.pending = None
         has = {r for r, one in members.items() if newest in (one["version"], one["pending"])}
         receivers = {rank for rank, one in members.items() if one["receives"]}
         if newest and receivers - has:
             sources = sorted(rank for rank in receivers & has if not members[rank]["streams"])
             is_sharded = any(members[rank]["is_sharded"] for rank in sources)
-            self._catch_up(comms, newest, sources if is_sharded else sources[:1], publisher, load)
+            self._catch_up(comms, newest, sources if is_sharded else sources[:1], publisher, load, take)
         if self.newest < newest:
             self.version = newest
         return newest
 
     def _catch_up(
-        self, comms: Communicators, version: int, sources: list[int], publisher: Any, load: Load | None
+        self,
+        comms: Communicators,
+        version: int,
+        sources: list[int],
+        publisher: Any,
+        load: Load | None,
+        take: Callable[[int], None],
     ) -> None:
         """Give a version to the members that lack it, from receivers that have it; else from the publisher to all."""
         streams = load is not None
         if sources:
             try:
-                self._take(comms, Publish(self, sources, version, is_again=True, streams=streams), load)
+                self._take(comms, Publish(self, sources, version, is_again=True, use=take, streams=streams), load)
                 return
             except IncompleteSourcesError:  # on all ranks, or on none
                 if publisher is None:
                     raise
         if publisher is None:
             raise shared(comms, DisagreementError(f"share: no receiver of the group has a copy of version {version}"))
-        verb = Publish(self, publisher, version, is_again=True, to_all=True, use=self.replace(), streams=streams)
+        take = self.hold if self.forget() else take
+        verb = Publish(self, publisher, version, is_again=True, to_all=True, use=take, streams=streams)
         self._take(comms, verb, load)
 
     def _take(self, comms: Communicators, verb: Publish, load: Load | None) -> None:

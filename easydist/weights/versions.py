@@ -7,8 +7,9 @@ confirmed that it has all of it. So a member lost at any moment leaves the other
 from __future__ import annotations
 
 import asyncio
+import functools
 import weakref
-from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Generator, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from easydist.data.leaves import Leaves
 from easydist.typing import Group, Timeout
 from easydist.weights.holders import Publish
 from easydist.weights.manifest import Manifest
-from easydist.weights.members import Member
+from easydist.weights.members import Load, Member
 from easydist.weights.shards import empty_like, is_tensor, local, memory_of
 from easydist.weights.source import state_of
 
@@ -139,7 +140,7 @@ class WeightReceiver(Member):
 
         Cost: that of ``publish``.
         """
-        return int(run(self._next(Publish(self, self.src, use=self._hold)), self.comms, timeout))
+        return int(run(self._next(Publish(self, self.src, use=self.hold)), self.comms, timeout))
 
     def stream(self, *, timeout: Timeout | None = None) -> Generator[tuple[str, Any], None, None]:
         """Wait for the next version, and iterate over its names and tensors as they arrive.
@@ -194,6 +195,20 @@ class WeightReceiver(Member):
         await asyncio.to_thread(self.arrive, timeout=timeout)
         return self.commit()
 
+    async def aregroup(
+        self,
+        group: Group = None,
+        src: int | Sequence[int] | None = None,
+        *,
+        group_src: int | Sequence[int] | None = None,
+        load: Load | None = None,
+    ) -> int:
+        """Do as ``regroup`` without blocking the event loop, and commit in it, as ``areceive`` does."""
+        call = functools.partial(self.regroup, group_src=group_src, load=load, commit=False)
+        version = await asyncio.to_thread(call, group, src)
+        self._commit_held()
+        return version
+
     def commit(self) -> int:
         """Start to use the version that has arrived; no other rank takes part.
 
@@ -215,13 +230,14 @@ class WeightReceiver(Member):
         if self.arrived is not None:
             self.commit()
 
-    def _hold(self, version: int) -> None:
+    def hold(self, version: int) -> None:
+        """Keep the version that has arrived for ``commit``."""
         self.arrived = version
 
-    def replace(self) -> Callable[[int], None]:
-        """Forget a version that waits for ``commit``, and return the function that takes another one in its place."""
+    def forget(self) -> bool:
+        """Forget a version that waits for ``commit``; True if there was one."""
         is_held, self.arrived = self.arrived is not None, None
-        return self._hold if is_held else self.use
+        return is_held
 
     def check_streams(self) -> None:
         """Raise if a model or dict receives the versions.

@@ -146,7 +146,7 @@ MUTANTS = [
     Mutant(
         "weights/members.py",
         "Member._level",
-        "        if self.pending == newest > self.newest:\n            self.use(newest)\n",
+        "        if self.pending == newest > self.newest:\n            take(newest)\n",
         "",
         "tests/weights/test_versions.py::test_a_version_that_one_member_has_committed_is_complete_on_all",
     ),
@@ -191,6 +191,13 @@ MUTANTS = [
         "self.state if self.arrived is None else self._spare",
         "self.state",
         "tests/weights/test_versions.py::test_a_version_that_has_arrived_is_used_from_commit_on",
+    ),
+    Mutant(
+        "weights/members.py",
+        "Member.regroup",
+        "self.use if commit else self.hold",
+        "self.use",
+        "tests/weights/test_versions.py::test_an_engine_serves_while_regroup_brings_a_version",
     ),
     Mutant(
         "weights/members.py",

@@ -150,7 +150,7 @@ def test_a_version_that_one_member_has_committed_is_complete_on_all(rank):
     member.publish() if rank == 0 else member.receive()
     for value in trained.values():
         value.fill_(2)
-    end = "use" if rank == 0 else "_hold"
+    end = "use" if rank == 0 else "hold"
     if rank != 1:
         setattr(member, end, lambda version: (_ for _ in ()).throw(ConnectionError("not heard")))
         with pytest.raises(ConnectionError):
@@ -296,6 +296,32 @@ def test_an_asyncio_program_goes_on_while_a_version_comes(rank):
     asyncio.run(both())
     assert len(steps) > 5
     assert all(len(values) == 1 for values in seen), seen  # never a mixture
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_an_engine_serves_while_regroup_brings_a_version(rank):
+    pair, mine = dist.new_group([0, 1]), [None, None, net(0)][rank]
+    member = (
+        WeightPublisher(state(1), group=pair) if rank == 0 else WeightReceiver(mine, group=(None, pair, None)[rank])
+    )
+    if rank < 2:
+        member.publish() if rank == 0 else member.receive()
+    world = dist.group.WORLD
+    assert member.regroup(world, commit=False) == 1
+    assert (member.version, getattr(member, "arrived", None)) == [(1, None), (1, None), (0, 1)][rank]
+    if rank == 2:
+        assert_same(dict(mine.state_dict()), state(0))
+        assert member.commit() == 1
+        assert_same(dict(mine.state_dict()), state(1))
+    again = asyncio.run(member.aregroup(world)) if rank else member.regroup(world)
+    assert again == member.version == 1
+    if rank == 2:
+        member = WeightReceiver(mine := net(0))
+        assert asyncio.run(member.aregroup(world)) == member.version == 1
+        assert_same(dict(mine.state_dict()), state(1))
+    else:
+        member.regroup(world)
 
 
 @distributed(world_size=2)
