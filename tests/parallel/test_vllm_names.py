@@ -3,6 +3,7 @@
 import ast
 import inspect
 import os
+import re
 import zipfile
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -19,6 +20,7 @@ MODULES = {
     "vllm.distributed.device_communicators.shm_broadcast": "vllm/distributed/device_communicators/shm_broadcast.py",
 }
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from_vllm.md"
+IMPORTS = re.compile(rb"from (vllm|\.+)[\w.]*distributed")
 SOURCES = [source for source in MODULES.values() if source]
 LEFT_OUT = {
     "GroupCoordinator._reap_completed_isends",  # ours keep themselves alive
@@ -26,28 +28,35 @@ LEFT_OUT = {
     "MessageQueue.__init__",  # made by create_from_process_group; ours is told who reads
     "MessageQueue.acquire_read",  # views of its ring
     "MessageQueue.acquire_write",
-    "MessageQueue.create_from_process_group",  # has more arguments, by name
-    "MessageQueue.create_from_process_group_single_reader",
-    "MessageQueue.recv",
-    "MessageQueue.shutdown",  # close
+    "MessageQueue.recv",  # from a socket of its own
 }
 """Methods that we don't have, or have in another form."""
 
 
 @cache
+def wheel():
+    return zipfile.ZipFile(os.environ["VLLM_WHEEL"])
+
+
+@cache
 def parsed(name):
-    with zipfile.ZipFile(os.environ["VLLM_WHEEL"]) as wheel:
-        return ast.parse(wheel.read(name))
+    return ast.parse(wheel().read(name))
 
 
 @cache
 def files(folder):
-    with zipfile.ZipFile(os.environ["VLLM_WHEEL"]) as wheel:
-        return [name for name in wheel.namelist() if name.startswith(folder) and name.endswith(".py")]
+    return [name for name in wheel().namelist() if name.startswith(folder) and name.endswith(".py")]
 
 
+@cache
 def imported(name):
     """The names that a module imports from those above."""
+    if not name.startswith("vllm/distributed/") and not IMPORTS.search(wheel().read(name)):
+        return []  # parsing all of vLLM takes minutes
+    return [*_imported(name)]
+
+
+def _imported(name):
     for node in ast.walk(parsed(name)):
         if isinstance(node, ast.ImportFrom) and node.module:
             above = PurePosixPath(name).parts[: -node.level] if node.level else ()
