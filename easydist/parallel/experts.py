@@ -15,7 +15,7 @@ from easydist.parallel.members import Members
 
 
 class Experts(Members):
-    """``dispatch`` and ``combine``.
+    """``dispatch`` and ``combine``. In a group of one rank they return the tensors themselves.
 
     Attributes:
         data_parallel: The ranks of this group whose tokens differ unless sequence parallelism splits them; None means
@@ -54,13 +54,15 @@ class Experts(Members):
         call = _Dispatch.of(args, kwargs)
         group = self._exchanging(call.is_sequence_parallel)
         rows = [_rows(tensor) for tensor in (hidden_states, *call.tensors)]
-        count = torch.tensor([rows[0] or 0], device="cpu")
-        verb = AllGatherV([count, hidden_states, *call.tensors, *(call.extra or ())], 0, None)
+        count, tensors = torch.tensor([rows[0] or 0], device="cpu"), [hidden_states, *call.tensors, *(call.extra or ())]
+        verb = AllGatherV([count, *tensors], 0, None)
+        verb.operation = "dispatch"
         if None in rows or len({*rows}) > 1:
             verb.refusal = ValueError(
                 f"dispatch: each tensor needs one row per token, got {rows} rows; None is no tensor"
             )
-        sizes, *gathered = run(verb, group.communicators)
+        is_free = verb.refusal is None and _are_alone(group, tensors)
+        sizes, *gathered = [count, *tensors] if is_free else run(verb, group.communicators)
         self._remember(call.is_sequence_parallel, sizes.tolist())
         number = 1 + len(call.tensors)
         return (*gathered[:number], gathered[number:]) if call.extra is not None else tuple(gathered)
@@ -125,14 +127,17 @@ class Experts(Members):
         self, hidden_states: torch.Tensor, into: Sequence[torch.Tensor], is_sequence_parallel: bool
     ) -> torch.Tensor:
         known, total = getattr(self, "_dispatched", {}), _rows(hidden_states)
-        sizes = known.get((is_sequence_parallel, total))
+        group, sizes = self._exchanging(is_sequence_parallel), known.get((is_sequence_parallel, total))
+        if not into and total is not None and _are_alone(group, [hidden_states]):
+            return hidden_states
         verb = ReduceScatter(hidden_states, 0, sizes, True, into)
-        if sizes is None and total is not None:
+        verb.operation = "combine"
+        if group.world_size > 1 and sizes is None and total is not None:
             verb.refusal = RuntimeError(
                 f"combine: there was no dispatch of {total} tokens with is_sequence_parallel={is_sequence_parallel}; "
                 f"there was one of {sorted(count for flag, count in known if flag == is_sequence_parallel)}"
             )
-        return run(verb, self._exchanging(is_sequence_parallel).communicators)
+        return run(verb, group.communicators)
 
     def _exchanging(self, is_sequence_parallel: bool) -> Members:
         return self if is_sequence_parallel or self.data_parallel is None else self.data_parallel
@@ -140,6 +145,15 @@ class Experts(Members):
     def _remember(self, is_sequence_parallel: bool, sizes: list[int]) -> None:
         self._dispatched: dict[tuple[bool, int], list[int]] = getattr(self, "_dispatched", {})
         self._dispatched[is_sequence_parallel, sum(sizes)] = sizes
+
+
+def _are_alone(group: Members, tensors: Sequence[Any]) -> bool:
+    """True if this rank's tensors are those of the group, so that nothing is copied, and a gradient flows through.
+
+    Raises:
+        RuntimeError: The coordinator was destroyed.
+    """
+    return group.communicators.size == 1 and all(isinstance(tensor, torch.Tensor) for tensor in tensors)
 
 
 def _rows(tensor: Any) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -170,7 +170,7 @@ class Tensors(Members):
 
         Cost: as ``reduce_scatter``.
         """
-        return run(ReduceScatter(input_, dim, sizes, may_differ=True), self.communicators)
+        return run(self._uneven(input_, dim, sizes), self.communicators)
 
     @eager
     def reduce_scatterv_into_output(
@@ -191,8 +191,13 @@ class Tensors(Members):
             ValueError: ``output`` has another dtype or shape, or cannot be written. If that is so on some ranks only, a
                 RemoteError on all.
         """
-        run(ReduceScatter(input_, dim, sizes, True, [output]), self.communicators)
+        run(self._uneven(input_, dim, sizes, [output]), self.communicators)
         return output
+
+    def _uneven(self, input_: torch.Tensor, dim: int, sizes: Any, into: Sequence[torch.Tensor] = ()) -> ReduceScatter:
+        verb = ReduceScatter(input_, dim, sizes, True, into)
+        verb.operation = "reduce_scatterv"
+        return verb
 
     @eager
     def cpu_all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -205,7 +210,9 @@ class Tensors(Members):
             ``tensor``.
         """
         if not self._is_alone("cpu_all_reduce_", tensor):
-            run(AllReduce(tensor, [tensor]), self.communicators)
+            verb = AllReduce(tensor, [tensor])
+            verb.operation = "cpu_all_reduce_"
+            run(verb, self.communicators)
         return tensor
 
     @eager

@@ -177,7 +177,7 @@ WRONG = {
     "reduce_scatter of 3": "ValueError: reduce_scatter: dim -1 of (3,) cannot be split among 2 ranks; pass sizes",
     "no such dim": "ValueError: reduce_scatter: a tensor of 1 dimensions has no dim 1",
     "no such dim of all_gather": "ValueError: all_gather: ",
-    "sizes": "ValueError: reduce_scatter: dim 0 of (4,) cannot be split among 2 ranks as sizes=[1, 2] says",
+    "sizes": "ValueError: reduce_scatterv: dim 0 of (4,) cannot be split among 2 ranks as sizes=[1, 2] says",
     "sizes of all_gatherv": "RemoteError: all_gatherv: rank 1 failed before the exchange",
     "no tensor": "RemoteError: all_reduce: rank 1 failed before the exchange",
     "other calls": "DisagreementError: ",

@@ -185,7 +185,8 @@ def test_a_mixture_of_experts_equals_that_of_one_process(rank, world_size):
         assert torch.equal(got[1].flatten(), logits.max(-1).values)
         with_extra = group.dispatch(mine, router_logits=mine_logits, extra_tensors=[mine + 1])
         assert torch.equal(with_extra[2][0], hidden + 1)
-        assert "there was no dispatch of 99 tokens" in text_of(lambda: group.combine(torch.ones(99, 4)))
+        if world_size > 1:
+            assert "there was no dispatch of 99 tokens" in text_of(lambda: group.combine(torch.ones(99, 4)))
 
 
 @distributed(world_size=2)

@@ -67,6 +67,9 @@ def test_a_group_of_one_returns_its_tensors(rank):
         for result in (group.all_reduce(parameter), group.all_gather(parameter, 0), group.reduce_scatter(parameter, 1),
                        group.gather(parameter, 0), group.cpu_all_reduce_(parameter), compiled(parameter)):  # fmt: skip
             assert result is parameter
+        every = group.dispatch(parameter, parameter, extra_tensors=[parameter])
+        assert every[0] is every[1] is every[2][0] is group.combine(parameter) is parameter
+        assert text_of(lambda: group.combine(None)).startswith("TypeError: combine: ")
         for name in ("all_gather", "reduce_scatter"):
             found = text_of(lambda name=name: getattr(group, name)(parameter, 2))
             assert found == f"ValueError: {name}: the tensor of shape (2, 3) has no dim 2"
@@ -105,7 +108,7 @@ def test_results_are_written_into_outputs(rank, world_size):
             found = text_of(
                 lambda wrong=wrong: group.reduce_scatterv_into_output(mine, wrong if rank == 1 else output, 0, sizes)
             )
-            assert found.startswith("RemoteError: reduce_scatter: rank 1 failed before the exchange"), found
+            assert found.startswith("RemoteError: reduce_scatterv: rank 1 failed before the exchange"), found
             assert "output" in found
         assert torch.equal(output, want)
         assert group.all_reduce(torch.ones(1)).item() == world_size
