@@ -92,7 +92,7 @@ def misbehave(act, group, method):
         time.sleep(0.3)
     else:
         prefix = {"isend": "isend_tensor_dict", "irecv": "irecv_tensor_dict", "send_small": "send_tensor_dict"}
-        prefix |= {"dispatch": "all_gatherv", "combine": "reduce_scatter", "all_reduce_large": "all_reduce"}
+        prefix |= {"all_reduce_large": "all_reduce"}
         prefix |= {"broadcast_object": "broadcast_object_list"}
         others_wait(group, prefix.get(method, method))
     if act == "interrupt":
