@@ -22,6 +22,9 @@ from easydist.weights.target import Target, Wanted
 
 _OPERATION = "publish"
 
+_TOO_LARGE = 1 << 63
+"""The members tell the version as JSON, which would round a much larger number."""
+
 
 class Holder:
     """A member of a group that shares versions of the same weights.
@@ -175,12 +178,15 @@ class Publish(BroadcastWeights):
 
         Raises:
             TypeError: The version is no integer, or the names of the changed entries are no collection.
-            ValueError: The version is not newer than the one that this member has published, or an entry is unknown.
+            ValueError: The version is not newer than the last one of this member, or too large, or an entry is
+                unknown.
         """
         newest = self._holder.newest
         version = newest + 1 if self._version is None else integer("version", self._version, "a version")
         if version <= newest and not self._is_known:
             raise ValueError(f"version {version} is not newer than {newest}, which was published before")
+        if version >= _TOO_LARGE:
+            raise ValueError(f"version {version} is too large: it has to be below 2**63")
         self._version = version
         if self._changed is None:
             return {"version": version}

@@ -76,6 +76,7 @@ def test_what_cannot_be_a_version_is_refused_everywhere(rank):
     step(5)
     refused(RemoteError, "version 5 is not newer than 5, which was published before", 5)
     refused(RemoteError, "version 3 is not newer than 5", 3)
+    refused(RemoteError, f"version {10**30} is too large", 10**30)
     refused(RemoteError, r"TypeError: version=6\.5 is not a version: pass an integer", 6.5)
     if rank == 0:
         member = WeightPublisher(state(6))
