@@ -62,6 +62,38 @@ def common(one: Block, other: Block) -> Block | None:
     return Block(start, shape) if all(size > 0 for size in shape) else None
 
 
+def apart(held: Sequence[tuple[int, Block]]) -> list[tuple[int, Block]]:
+    """Return parts of the ranks' blocks that do not overlap: each element is that of the first rank that holds it.
+
+    Example:
+        >>> [(rank, *part) for rank, part in apart([(0, Block((0, 1), (2, 2))), (1, whole((2, 4)))])]
+        [(0, (0, 1), (2, 2)), (1, (0, 0), (2, 1)), (1, (0, 3), (2, 1))]
+    """
+    found: list[tuple[int, Block]] = []
+    for rank, block in held:
+        rest = [block]
+        for _, taken in found:
+            rest = [part for one in rest for part in _without(one, taken)]
+        found += [(rank, part) for part in rest]
+    return found
+
+
+def _without(block: Block, taken: Block) -> list[Block]:
+    """Return blocks of the elements that only the first of two blocks has."""
+    shared = common(block, taken)
+    if shared is None:
+        return [block] if block.numel else []
+    parts = []
+    start, shape = list(block.start), list(block.shape)
+    for dim, (first, size) in enumerate(zip(*shared, strict=True)):
+        stop = start[dim] + shape[dim]
+        for low, high in ((start[dim], first), (first + size, stop)):
+            part = Block((*start[:dim], low, *start[dim + 1 :]), (*shape[:dim], high - low, *shape[dim + 1 :]))
+            parts += [part] if part.numel else []
+        start[dim], shape[dim] = first, size
+    return parts
+
+
 def cut(block: Block, numel: int) -> Iterator[Block]:
     """Yield parts of at most ``numel`` elements, in order, each contiguous in a contiguous tensor of the block's shape.
 

@@ -259,7 +259,7 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
             kept = dict.fromkeys(manifest.index.keys() - enough)
             wanted |= {rank: one | kept for rank, one in wanted.items() if "lacks" not in answers[rank]}
         try:
-            return manifest.packets(held, wanted)
+            return manifest.packets(held, wanted, overlap=not self.takes_whole_mesh)
         except ValueError as error:
             raise shared(comms, IncompleteSourcesError(f"{self.operation}: {error}")) from None
 

@@ -10,7 +10,7 @@ from easydist.agreement.disagreement import Row
 from easydist.data.packing import type_text
 from easydist.format import header
 from easydist.format.header import Entry
-from easydist.weights.blocks import Block, deliveries, whole
+from easydist.weights.blocks import Block, apart, deliveries, whole
 from easydist.weights.schedule import Packet, ScheduledEntry, schedule
 from easydist.weights.source import LONGEST, METADATA
 
@@ -55,7 +55,7 @@ class Manifest:
         self.layout = self.entries, self.names, self.kinds
         self._scheduled: tuple[Any, list[Packet]] | None = None
 
-    def packets(self, held: Blocks, wanted: Blocks) -> list[Packet]:
+    def packets(self, held: Blocks, wanted: Blocks, overlap: bool = False) -> list[Packet]:
         """Return the schedule. Each block of each entry goes from the first source that holds it to those that want it.
 
         The last one is kept for the next version, unless it has very many parts.
@@ -63,22 +63,24 @@ class Manifest:
         Args:
             held: The shards of each source; an entry of which there are none comes whole from the first source.
             wanted: For each receiver, the entries of which it does not want all.
+            overlap: True if the sources have the same values, so that it does not matter whose shards overlap.
 
         Raises:
             ValueError: The sources do not hold all of an entry.
         """
-        asked, last = (held, wanted), self._scheduled  # another thread may replace it
+        asked, last = (held, wanted, overlap), self._scheduled  # another thread may replace it
         if last is not None and last[0] == asked:
             return last[1]
-        packets = schedule(self._items(held, wanted), self.about["bucket"], in_order=True)
+        packets = schedule(self._items(held, wanted, overlap), self.about["bucket"], in_order=True)
         if sum(len(packet.parts) for packet in packets) <= _KEPT:
             self._scheduled = asked, packets
         return packets
 
-    def _items(self, held: Blocks, wanted: Blocks) -> Iterator[ScheduledEntry]:
+    def _items(self, held: Blocks, wanted: Blocks, overlap: bool) -> Iterator[ScheduledEntry]:
         sources = self.about["sources"]
         for entry, kind, box in zip(self.entries, self.kinds, self.boxes, strict=True):
-            blocks = _of_entry(entry.name, {rank: held.get(rank, {}) for rank in sources}, None)
+            blocks = _of_entry(entry.name, {rank: held.get(rank, {}) for rank in sources}, box if overlap else None)
+            blocks = tuple(apart(blocks)) if overlap else blocks
             boxes = _of_entry(entry.name, wanted, box)
             try:
                 found = deliveries(entry.shape, blocks or ((sources[0], box),), boxes)

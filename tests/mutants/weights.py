@@ -53,6 +53,20 @@ MUTANTS = [
         "tests/weights/test_blocks.py::test_shards_are_those_of_chunk",
     ),
     Mutant(
+        "weights/exchange.py",
+        "BroadcastWeights._scheduled",
+        "overlap=not self.takes_whole_mesh",
+        "overlap=False",
+        "tests/weights/test_shards.py::test_holders_of_other_layouts_make_a_version_together",
+    ),
+    Mutant(
+        "weights/blocks.py",
+        "apart",
+        "rest = [part for one in rest for part in _without(one, taken)]",
+        "pass",
+        "tests/weights/test_blocks.py::test_each_element_of_overlapping_blocks_is_that_of_the_first",
+    ),
+    Mutant(
         "weights/blocks.py",
         "deliveries",
         "found.setdefault((holders[0], part), []).extend(ranks)",

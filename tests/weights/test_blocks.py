@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from easydist.verbs.buckets import LARGE
-from easydist.weights.blocks import Block, Delivery, common, cut, deliveries, is_covered, shard, whole
+from easydist.weights.blocks import Block, Delivery, apart, common, cut, deliveries, is_covered, shard, whole
 from easydist.weights.schedule import SHARES, ScheduledEntry, schedule
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -47,6 +47,17 @@ def test_what_two_blocks_share(case):
     if found:
         tensor = torch.arange(math.prod(shape)).view(shape)
         assert found.within(one).of(one.of(tensor)).equal(found.of(tensor))
+
+
+@settings(max_examples=40)
+@given(SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), st.lists(blocks(shape), max_size=4))))
+def test_each_element_of_overlapping_blocks_is_that_of_the_first(case):
+    shape, held = case
+    before, found = set(), apart([*enumerate(held)])
+    for rank, block in enumerate(held):
+        mine = [element for one, part in found if one == rank for element in elements(part, shape)]
+        assert sorted(mine) == sorted(elements(block, shape) - before)
+        before |= elements(block, shape)
 
 
 @st.composite

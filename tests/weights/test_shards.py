@@ -102,6 +102,30 @@ def test_a_part_of_an_engine_is_replaced(rank):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("second", ["whole", "overlapping"])
+@distributed(world_size=4)
+def test_holders_of_other_layouts_make_a_version_together(second, rank):
+    """Rank 0 trains, rank 1 has the upper half, and rank 2 all or the lower three quarters; rank 3 wants all."""
+    before, after = dist.new_group([0, 1, 2]), dist.new_group()
+    values = torch.arange(24.0).view(4, 6)
+    lower = LocalShard(values[1:].clone(), [1, 0], [4, 6])
+    mine = [values, LocalShard(values[:2].clone(), [0, 0], [4, 6]), values if second == "whole" else lower, values][
+        rank
+    ]
+    held = {"w": mine.clone() if rank == 0 else empty({"w": mine})["w"]}
+    member = None
+    if rank < 3:
+        member = WeightPublisher(held, group=before) if rank == 0 else WeightReceiver(held, group=before)
+        assert (member.publish() if rank == 0 else member.receive()) == 1
+    if rank == 0:
+        held["w"] += 100  # the trainer goes on
+    member = WeightReceiver(held) if rank == 3 else member
+    assert member.regroup(after, src=0) == 1
+    if rank:  # from the engines, not from the publisher
+        assert_same(tensors(held), tensors({"w": mine}))
+
+
+@pytest.mark.slow
 @distributed(world_size=3)
 def test_the_other_calls_take_them_too(rank, tmp_path):
     source, whole = half(rank) if rank < 2 else None, None
