@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ Example:
   easydist check                             2 ranks on this machine
   srun -n 8 easydist check                   the ranks of a launcher
   torchrun --nnodes 2 … -m easydist check
+  easydist check --on ray                    a rank on each node of a Ray cluster
 """
 _MARKS = {"ok": "ok     ", "warning": "warning", "fault": "FAULT  "}
 Results = dict[str, Any]
@@ -31,19 +34,24 @@ Results = dict[str, Any]
 
 @click.command(epilog=_EXAMPLE)
 @click.option(
-    "-n", "ranks", type=click.IntRange(2), default=2, show_default=True, help="Number of ranks without a launcher."
+    "-n",
+    "ranks",
+    type=click.IntRange(2),
+    help="Number of ranks without a launcher.  [default: 2; with --on ray one on each node]",
 )
 @click.option(
     "--timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds to wait for the ranks."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def check(ranks: int, timeout: float, as_json: bool) -> None:
+@click.option("--on", type=click.Choice(["ray"]), help="Check the nodes of a Ray cluster.")
+def check(ranks: int | None, timeout: float, as_json: bool, on: str | None) -> None:
     """Check this machine, or the cluster under a launcher.
 
     It checks limits and the network, and runs all verbs. Each fault comes with a remedy, and makes the exit status 1.
-    Under a launcher, rank 0 prints its results, and so does each rank that finds a fault.
+    Under a launcher, rank 0 prints its results, and so does each rank that finds a fault. With --on ray, the ranks are
+    actors, as many on each node, and this command prints their results.
     """
-    results, rank = _results(ranks, timeout)
+    results, rank = (_on_ray(ranks, timeout), 0) if on else _results(ranks or 2, timeout)
     has_fault = any(finding["state"] == "fault" for finding in results["findings"])
     if rank == 0 or has_fault:
         click.echo(json.dumps(results) if as_json else _text(results))
@@ -84,9 +92,33 @@ def _as_rank(world: World, found: list[Finding], timeout: float) -> Results:
     return _as_results(found, times)
 
 
+def _on_ray(ranks: int | None, timeout: float) -> Results:
+    """Run the checks on the nodes of a Ray cluster, and collect their findings."""
+    from easydist.cli.nodes import called
+    from easydist.errors import EasydistError
+
+    try:
+        return _collected([], called(_of_node, ranks, timeout))
+    except (EasydistError, ConnectionError, ImportError, RuntimeError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _of_node(timeout: float) -> Results:
+    """Run the checks on a node, whose name is in each fault."""
+    results, rank = _results(2, timeout)
+    for row in results["findings"]:
+        if row["state"] != "ok":
+            row["said"] = f"rank {rank} on {socket.gethostname()}: {row['said']}"
+    return results
+
+
 def _as_launcher(ranks: int, found: list[Finding], timeout: float) -> Results:
     """Start ranks that run the checks, and collect their findings."""
-    outcomes = _outcomes(ranks, timeout)
+    return _collected(found, _outcomes(ranks, timeout))
+
+
+def _collected(found: list[Finding], outcomes: Iterable[Results]) -> Results:
+    """Return findings with those of ranks: all of rank 0, and the faults of the others."""
     results = _as_results(found)
     seen = {finding["check"] for finding in results["findings"]}
     for rank, told in enumerate(outcomes):

@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from easydist.cli.ranks import LocalRanks, Rank, grouped, stack_of
+from easydist.cluster import ranks as cluster
 from easydist.cluster.connection import connect, disconnect, with_package
 
 _START, _SECONDS, _STACK = 60.0, 5.0, 20.0
 """The time for the first answer of a node, for each further one, and for a stack."""
+
+
+def called(fn: Callable[[float], Any], ranks: int | None, timeout: float) -> list[Any]:
+    """Call a function on ranks of a Ray cluster, as many on each node, and return the results.
+
+    Args:
+        fn: The function, which gets the time limit.
+        ranks: The number of ranks; None for one on each node with a CPU.
+        timeout: The seconds within which the ranks have to start.
+
+    Raises:
+        ConnectionError: There is no cluster.
+        ImportError: Ray is not installed.
+        EasydistError: The ranks did not start, or the function raised.
+    """
+    has_connected = connect("auto", 0, shows_output=False)
+    try:
+        import ray
+
+        nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes()) or 1
+        size = ranks or nodes
+        with cluster.Ranks(size, nodes=None if size % nodes else nodes, timeout=timeout) as started:
+            return started.run(fn, timeout)
+    finally:
+        if has_connected:
+            disconnect()
 
 
 class ClusterRanks:
@@ -26,7 +54,7 @@ class ClusterRanks:
 
     def __init__(self) -> None:
         self.silent: list[str] = []
-        self._has_connected = connect("auto", 0)
+        self._has_connected = connect("auto", 0, shows_output=False)
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -19,12 +19,13 @@ _CANNOT_SHIP = (
 )
 
 
-def connect(address: str | None, cpus: float) -> bool:
+def connect(address: str | None, cpus: float, *, shows_output: bool = True) -> bool:
     """Connect to a cluster; start one on this machine if there is none.
 
     Args:
         address: As in ``ray.init``.
         cpus: The CPUs that a cluster on this machine must count, as ranks may share its cores.
+        shows_output: False to keep Ray from printing the output of actors, and what its daemons report.
 
     Returns:
         True if this process was not connected before, so that the caller ends what this has begun.
@@ -36,11 +37,12 @@ def connect(address: str | None, cpus: float) -> bool:
 
     if ray.is_initialized():
         return False
+    options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": shows_output}
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
         with contextlib.suppress(ValueError):  # there is a cluster, which counts its CPUs itself
-            ray.init(address, num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)), logging_level=logging.WARNING)
+            ray.init(address, num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)), **options)
             return True
-    ray.init(address, logging_level=logging.WARNING)
+    ray.init(address, **options)
     return True
 
 

@@ -61,7 +61,7 @@ MUTANTS = [
     ),
     Mutant(
         "cli/check.py",
-        "_as_launcher",
+        "_collected",
         ' and (rank == 0 or row["state"] == "fault")',
         " and rank == 0",
         "tests/cli/test_check.py::test_of_other_ranks_only_faults_are_added_and_no_check_of_the_host_is_repeated",
@@ -124,14 +124,14 @@ MUTANTS = [
     ),
     Mutant(
         "cli/check.py",
-        "_as_launcher",
+        "_collected",
         'row["check"] not in seen and ',
         "",
         "tests/cli/test_check.py::test_of_other_ranks_only_faults_are_added_and_no_check_of_the_host_is_repeated",
     ),
     Mutant(
         "cli/check.py",
-        "_as_launcher",
+        "_collected",
         'results["times"] or told["times"]',
         'told["times"]',
         "tests/cli/test_check.py::test_of_other_ranks_only_faults_are_added_and_no_check_of_the_host_is_repeated",
