@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +94,20 @@ def with_package(env: dict[str, Any], ship: bool | None) -> dict[str, Any]:
     return _uploaded(env | {"py_modules": [*env.get("py_modules", ()), str(Path(__file__).parents[1])]})
 
 
-def is_here(nodes: int = 1) -> bool:
+def is_here(nodes: int = 1, resources: Mapping[str, float] | None = None) -> bool:
     """True if all nodes are this machine.
 
     Args:
         nodes: The number of nodes that are needed; others have to join if there are fewer.
+        resources: The resources that are needed, in use or free; others have to join if there is less.
     """
     import ray
 
-    hosts = [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]]
-    return len(hosts) >= nodes and {*hosts} <= {socket.gethostname()}
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    for name, amount in (resources or {}).items():
+        if sum(node["Resources"].get(name, 0) for node in alive) < amount:
+            return False
+    return len(alive) >= nodes and {node["NodeManagerHostname"] for node in alive} <= {socket.gethostname()}
 
 
 def _uploaded(env: dict[str, Any]) -> dict[str, Any]:

@@ -277,9 +277,10 @@ class Ranks:
     def _interrupt(self) -> None:
         """Interrupt the function on the ranks that run it."""
         self._needs_meeting = True
+        until = time.monotonic() + _STOPS_WITHIN
         with interrupts_deferred():  # a second Ctrl-C ends the wait for the ranks, not their interruption
             interrupt([self._actors.facts[rank] for rank in self._busy.values()])
-        self._still_busy(_STOPS_WITHIN)
+        self._still_busy(max(0.0, until - time.monotonic()))
 
     def restart(self, ranks: Collection[int] | None = None) -> None:
         """Replace ranks by new actors, on another node if theirs has died. The others keep their variables.

@@ -1,5 +1,6 @@
 """``easydist run --on ray``: a script on the ranks of a real Ray cluster."""
 
+import json
 import os
 import re
 import signal
@@ -10,8 +11,10 @@ import pytest
 from actors import MARKS, SECOND, logs
 from click.testing import CliRunner
 
-from easydist.cli import on_ray
+from easydist.cli import check, on_ray
+from easydist.cli.findings import Finding
 from easydist.cli.main import main
+from easydist.cluster.connection import is_here
 
 pytestmark = MARKS
 
@@ -95,14 +98,15 @@ def test_the_status_is_that_of_the_rank_that_failed(cluster, tmp_path, text, sta
     assert ("run: rank 1 is lost: process " in err) == (text == KILLED)
 
 
-def test_ctrl_c_ends_all_ranks(cluster, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_ctrl_c_and_sigterm_end_all_ranks(cluster, tmp_path, number):
     script(tmp_path, WAITS)
     process = launching.start(*command(2, "script.py"), env=environment(cluster), cwd=tmp_path)
     pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     ((_, err),) = launching.finished(process)
-    assert process.returncode == 130, err
-    assert "easydist run: ended by SIGINT\n" in err
+    assert process.returncode == 128 + number, err
+    assert f"easydist run: ended by {number.name}\n" in err
     psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], launching.within(10))
     assert not any(map(psutil.pid_exists, pids))
 
@@ -131,13 +135,44 @@ def test_a_progress_bar_shows_as_lines_while_it_grows(cluster, tmp_path):
 
 
 def test_a_script_that_the_nodes_do_not_get_is_refused(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(on_ray, "is_here", lambda nodes: False)
+    monkeypatch.setattr(on_ray, "is_here", lambda *_: False)
     script(tmp_path, SAYS)
     (inner := tmp_path / "inner").mkdir()
     monkeypatch.chdir(inner)
     done = CliRunner().invoke(main, ["run", "--on", "ray", "-n", "1", "../script.py"])
     assert done.exit_code == 1
     assert f"../script.py is not in the working directory {inner}, which the nodes get" in done.output
+
+
+def test_nodes_that_join_while_the_ranks_wait_get_the_script(cluster, tmp_path, monkeypatch):
+    known = iter([True, False])  # before the ranks wait for resources, and after it
+    monkeypatch.setattr(on_ray, "is_here", lambda *_: next(known))
+    script(tmp_path, "import os, beside\nprint('at', os.getcwd())")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["run", "--on", "ray", "-n", "1", "script.py"])
+    assert done.exit_code == 0, done.output
+    assert re.findall(r"at .*working_dir_files", done.output)
+
+
+def test_nodes_have_to_join_if_this_machine_has_too_little(cluster):
+    assert is_here(1, {"CPU": 4})
+    assert not is_here(1, {"CPU": 5})
+    assert not is_here(2)
+
+
+def test_a_check_runs_on_the_nodes(cluster):
+    command = [launching.fork(), "-m", "easydist", "check", "--on", "ray", "-n", "2", "--json"]
+    process = launching.start(*command, env=environment(cluster))
+    ((out, err),) = launching.finished(process, seconds=90)
+    assert process.returncode == 0, out + err
+    assert [row["said"][:11] for row in json.loads(out)["findings"] if row["check"] == "meeting"] == ["2 ranks met"]
+
+
+def test_a_fault_of_a_node_names_its_rank(monkeypatch):
+    faults = [Finding("open files", "fault", "a process may open 5", "Raise it.")]
+    monkeypatch.setattr(check, "_results", lambda ranks, timeout: (check._as_results(faults), 3))
+    (row,) = check._of_node(1.0)["findings"]
+    assert re.match(r"rank 3 on .+: a process may open 5$", row["said"])
 
 
 def test_ranks_get_the_settings_of_the_shell_and_ray_logs_no_key(cluster, tmp_path):

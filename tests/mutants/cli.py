@@ -39,6 +39,13 @@ MUTANTS = [
         "tests/cli/test_run_on_ray.py::test_what_cannot_be_is_refused",
     ),
     Mutant(
+        "cli/on_ray.py",
+        "_is_done",
+        "if here and not is_here():",
+        "if not here and not is_here():",
+        "tests/cli/test_run_on_ray.py::test_nodes_that_join_while_the_ranks_wait_get_the_script",
+    ),
+    Mutant(
         "cli/on_slurm.py",
         "_failure",
         "span[-1] - span[0] + 1 for span",
