@@ -93,7 +93,7 @@ class Actors:
             TypeError: Ray does not take the runtime environment.
             ValueError: The same.
             PeerLostError: One has ended.
-            RuntimeError: A node has other versions of Python or torch.
+            RuntimeError: A node has other versions of Python or torch, or cannot set up the runtime environment.
             CollectiveTimeout: The resources were not free in time, or one has not been started in time.
         """
         if self._placement is None:
@@ -114,13 +114,17 @@ class Actors:
         return deadline
 
     def _started(self, ranks: Collection[int], deadline: float) -> dict[int, Facts]:
+        import ray
+
         found: dict[int, Facts] = {}
         asked = {self._begin(rank): rank for rank in ranks}
-        for rank, answer in self.answers(asked, self.give_up, deadline):
+        for rank, answer in self.answers(asked, lambda: self.give_up(asked.values()), deadline):
             if not isinstance(answer, Exception):
                 found[rank] = answer
             elif failures.is_of_node(answer):  # which Ray did not know to be dead when it placed the actor
                 asked[self._begin(rank)] = rank
+            elif isinstance(answer, ray.exceptions.RuntimeEnvSetupError):
+                raise RuntimeError(f"Ranks: a node cannot set up runtime_env for rank {rank}: {answer.error_message}")
             else:
                 raise PeerLostError(f"Ranks: rank {rank} did not start: {answer}")
         if (error := failures.unequal_versions(found.values())) is not None:
@@ -175,10 +179,10 @@ class Actors:
                 answer = error
             yield rank, answer
 
-    def give_up(self) -> None:
-        """Raise the error for ranks that are not started in time."""
+    def give_up(self, ranks: Collection[int]) -> None:
+        """Raise the error for ranks that have not started in time."""
         assert self._placement is not None
-        raise self._placement.too_little(self.limit)
+        raise self._placement.late(ranks, self.limit)
 
     def end(self, rank: int) -> None:
         """End the actor of a rank, if it has one."""

@@ -71,7 +71,7 @@ def environment(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
 
     Raises:
         TypeError: A value has a type that Ray does not take.
-        ValueError: A path does not exist, or two fields exclude each other.
+        ValueError: A path does not exist, a folder is too large, or two fields exclude each other.
     """
     from ray.runtime_env import RuntimeEnv
 
@@ -121,5 +121,8 @@ def _uploaded(env: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError(_CANNOT_SHIP.format(ray.__version__)) from error
     with tempfile.TemporaryDirectory(prefix="easydist-") as folder:
         for upload in (upload_py_modules_if_needed, upload_working_dir_if_needed):
-            env = upload(env, include_gitignore=True, scratch_dir=folder)
+            try:
+                env = upload(env, include_gitignore=True, scratch_dir=folder)
+            except ray.exceptions.RuntimeEnvSetupError as error:
+                raise ValueError(f"Ranks: runtime_env: {error.error_message}") from error
     return env

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from easydist.base.wording import named
 from easydist.errors import CollectiveTimeout
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+_NOT_STARTED = (
+    "Ray may still be preparing runtime_env: give it more time (timeout=). If processes crash at their start, Ray's "
+    "messages above or its logs on the nodes say why."
+)
 
 
 class Placement:
@@ -55,6 +61,15 @@ class Placement:
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         known = {"num_cpus": other.pop("CPU", 0), "num_gpus": other.pop("GPU", 0), "memory": other.pop("memory", None)}
         return {**known, "resources": other, "scheduling_strategy": place}
+
+    def late(self, ranks: Collection[int], seconds: float) -> CollectiveTimeout:
+        """Return the error for ranks that have not started in time."""
+        from ray.util.placement_group import placement_group_table
+
+        if placement_group_table(self._group)["state"] != "CREATED":
+            return self.too_little(seconds)
+        head = f"Ranks: {named(sorted(ranks))} of {self._size} did not start within {seconds:.3g} s, on free resources"
+        return CollectiveTimeout(f"{head}\n{_NOT_STARTED}")
 
     def too_little(self, seconds: float) -> CollectiveTimeout:
         """Return the error for ranks that got no resources in time."""

@@ -50,10 +50,10 @@ class Ranks:
 
     Raises:
         ValueError: ``size``, ``resources``, ``strategy`` or ``nodes`` cannot be met by any cluster; or a path of
-            ``runtime_env`` does not exist, or its fields exclude each other.
+            ``runtime_env`` does not exist or is too large, or its fields exclude each other.
         TypeError: A value of ``runtime_env`` has a type that Ray does not take, or ``size`` is not an integer.
         CollectiveTimeout: The resources were not free in time; the text lists the free ones. Nothing is left behind.
-        RuntimeError: A node has another version of Python or torch.
+        RuntimeError: A node has another version of Python or torch, or cannot set up ``runtime_env``.
         PeerLostError: A rank ended while it started.
         ImportError: Ray is not installed.
 
@@ -151,8 +151,8 @@ class Ranks:
         import ray
 
         found: dict[int, Any] = {}
-        actors = self._actors
-        for rank, answer in actors.answers({ref: rank for rank, ref in asked.items()}, actors.give_up, deadline):
+        actors, pending = self._actors, {ref: rank for rank, ref in asked.items()}
+        for rank, answer in actors.answers(pending, lambda: actors.give_up(pending.values()), deadline):
             if isinstance(answer, ray.exceptions.RayTaskError):
                 text = f"Ranks: rank {rank} at {actors.facts[rank].address} could not enter the world: {answer.cause}"
                 raise RuntimeError(f"{text}\nOpen the ports between the nodes (docs/clusters.md).") from answer
@@ -187,7 +187,7 @@ class Ranks:
             The results, by rank.
 
         Raises:
-            TypeError: The function or its arguments cannot be pickled.
+            TypeError: ``fn`` is no function, or it or its arguments cannot be pickled.
             RemoteError: The function raised on a rank; ranks that waited for that one raised, too. Or ranks waited in a
                 call for one that had returned.
             PeerLostError: The process or the node of a rank has ended, now or before. Ranks that waited for it raised,
@@ -330,6 +330,8 @@ class Ranks:
 def _packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     from ray import cloudpickle
 
+    if not callable(fn):
+        raise TypeError(f"run: fn={fn!r} cannot be called: pass a function, and its arguments after it")
     try:
         message: bytes = cloudpickle.dumps((fn, args, kwargs))
     except Exception as error:  # a class of the user's may raise anything

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore
@@ -118,7 +118,7 @@ def outcome(message: bytes) -> Outcome:
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         fn, args, kwargs = cloudpickle.loads(message)
-        value = cloudpickle.dumps(fn(*args, **kwargs))
+        value = _packed(fn(*args, **kwargs))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return Outcome(value)
     except BaseException as error:  # not even sys.exit() ends the actor
@@ -128,6 +128,16 @@ def outcome(message: bytes) -> Outcome:
         with contextlib.suppress(Exception):
             pickled = cloudpickle.dumps(error)
         return Outcome(b"", raised, trace(error, __file__), pickled)
+
+
+def _packed(result: Any) -> bytes:
+    from ray import cloudpickle
+
+    try:
+        message: bytes = cloudpickle.dumps(result)
+    except Exception as error:  # a class of the user's may raise anything
+        raise TypeError(f"the result, a {type(result).__name__}, cannot be sent to the driver: {error}") from error
+    return message
 
 
 def _give_up(raised: str) -> None:

@@ -243,7 +243,12 @@ def test_what_cannot_be_run_or_returned_is_an_error(ranks):
         ranks.run(kept, threading.Lock())
     with pytest.raises(TypeError, match="sent to the ranks: Ranks belong to the program that made them"):
         ranks.run(lambda: ranks.run(kept))
-    with pytest.raises(RemoteError, match=r"^run: ranks 0–2 of 3 raised TypeError: cannot pickle"):
+    with pytest.raises(
+        TypeError, match=r"^run: fn=\[3\] cannot be called: pass a function, and its arguments after it$"
+    ):
+        ranks.run([3])
+    unsent = r"^run: ranks 0–2 of 3 raised TypeError: the result, a lock, cannot be sent to the driver: cannot pickle"
+    with pytest.raises(RemoteError, match=unsent):
         ranks.run(threading.Lock)
     with pytest.raises(ValueError, match=r"^restart: there is no rank 3: there are 3 ranks$"):
         ranks.restart([0, 3])
@@ -344,6 +349,32 @@ def test_a_wrong_environment_is_refused_before_the_wait_for_resources(cluster, e
     before = alive()
     with pytest.raises(error, match=text):
         easydist.ray.Ranks(1000, resources={"rank": 1}, runtime_env=environment)
+    assert alive() == before
+
+
+def test_a_folder_that_is_too_large_is_refused(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr("ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE", 10)
+    (tmp_path / "module.py").write_text("a = 1\n" * 1000)
+    with pytest.raises(ValueError, match=r"^Ranks: runtime_env: Failed to upload working_dir .* exceeds the maximum"):
+        easydist.ray.Ranks(1, resources={"rank": 1}, runtime_env={"working_dir": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("environment", "error", "text"),
+    [
+        ({"conda": "nowhere"}, RuntimeError, "^Ranks: a node cannot set up runtime_env for rank 0: "),
+        (
+            {"env_vars": {"PYTHONHOME": "/nowhere"}},  # Python ends before it can tell anything
+            CollectiveTimeout,
+            r"^Ranks: rank 0 of 1 did not start within 5 s, on free resources\nRay may still be preparing runtime_env",
+        ),
+    ],
+    ids=["environment", "process"],
+)
+def test_ranks_that_do_not_start_on_free_resources_say_so(shared, environment, error, text):
+    before = alive()
+    with pytest.raises(error, match=text):
+        easydist.ray.Ranks(1, resources={"rank": 1}, runtime_env=environment, timeout=5)
     assert alive() == before
 
 

@@ -34,6 +34,13 @@ MUTANTS = [
         RANKS + "test_too_few_resources_are_told_and_nothing_stays",
     ),
     Mutant(
+        "cluster/placement.py",
+        "Placement.late",
+        '!= "CREATED"',
+        '!= "REMOVED"',
+        RANKS + "test_ranks_that_do_not_start_on_free_resources_say_so",
+    ),
+    Mutant(
         "cluster/ranks.py",
         "Ranks._lose",
         "if rank in self._variables:",
