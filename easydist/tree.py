@@ -225,8 +225,13 @@ def register(cls: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any,
         unflatten: A function that takes (children, context) and returns an instance.
 
     Raises:
+        TypeError: ``cls`` is not a class, or one of the others is not a function.
         ValueError: ``cls`` is registered already.
     """
+    if not all(callable(each) for each in (cls, flatten, unflatten)):
+        raise TypeError(
+            "tree.register takes a class, the function that flattens it, and the function that unflattens it"
+        )
     register_node(cls, flatten, unflatten)
 
 
@@ -428,9 +433,14 @@ def map(
 ) -> Tree:
     """Return the tree with ``fn(leaf)`` in place of every leaf; ``is_leaf`` and ``skip`` are those of ``flatten``.
 
+    Raises:
+        TypeError: ``fn`` cannot be called: it may be the tree.
+
     Example:
         >>> map(lambda x: x + 1, {"a": 1, "b": (2, None)})
         {'a': 2, 'b': (3, None)}
     """
+    if not callable(fn):
+        raise TypeError(f"tree.map takes a function and a tree, in this order; got {type(fn).__name__} as the function")
     values, spec = flatten(data, is_leaf, skip)
     return spec.rebuild([fn(value) for value in values])

@@ -4,9 +4,10 @@ import launching
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import easydist
-from easydist import metrics, tree, weights
+from easydist import comms, metrics, tree, weights
 from easydist.comms import ReduceOp
 from easydist.errors import WireError
 from easydist.queue import MessageQueue
@@ -409,6 +410,61 @@ MISTAKES = {
         AttributeError(
             "module 'easydist' has no attribute 'all_reduce'; use easydist.reduce, of which every rank gets the result"
         ),
+    ),
+    "torch's local rank": (
+        lambda: easydist.local_rank,
+        AttributeError(
+            "module 'easydist' has no attribute 'local_rank'; use easydist.ProcessState().local_process_index"
+        ),
+    ),
+    "a name of a module": (
+        lambda: easydist.distributed_loader,
+        AttributeError(
+            "module 'easydist' has no attribute 'distributed_loader'; use easydist.metrics.distributed_loader"
+        ),
+    ),
+    "MPI's rank of a state": (
+        lambda: easydist.ProcessState().rank,
+        AttributeError("ProcessState (PartialState) has no attribute 'rank': use process_index"),
+    ),
+    "a loader in place of its dataset": (
+        lambda: metrics.distributed_loader(DataLoader([1, 2])),
+        TypeError("distributed_loader takes a dataset, not a DataLoader: pass loader.dataset"),
+    ),
+    "columns in place of a dataset": (
+        lambda: metrics.distributed_loader({"x": torch.ones(4), "y": torch.ones(4)}),
+        TypeError(
+            "distributed_loader takes a dataset, not a dict of 'x', 'y': pass one of its values, or all as the columns "
+            "of one dataset, torch.utils.data.StackDataset(**columns)"
+        ),
+    ),
+    "a generator to split": (
+        lambda: easydist.ProcessState().split_between_processes(number for number in range(3)).__enter__(),
+        TypeError("an iterator (generator) cannot be split between processes; pass a list of its values"),
+    ),
+    "a number of samples below zero": (
+        lambda: easydist.MetricCollector(-2),
+        ValueError("MetricCollector: total=-2 is negative"),
+    ),
+    "a switch as text": (
+        lambda: easydist.allow_pickle("no"),
+        TypeError("allow_pickle: allowed='no' is neither True nor False"),
+    ),
+    "a file by its number": (
+        lambda: easydist.load(0),
+        TypeError("load: got int as the path"),
+    ),
+    "a tree and a function, swapped": (
+        lambda: tree.map(DATA, len),
+        TypeError("tree.map takes a function and a tree, in this order; got dict as the function"),
+    ),
+    "an object in place of its class": (
+        lambda: tree.register(object(), list, list),
+        TypeError("tree.register takes a class, the function that flattens it, and the function that unflattens it"),
+    ),
+    "a device as text": (
+        lambda: comms.new_comm("gloo", "cpu", "x"),
+        TypeError("new_comm(): device must be a device, got 'cpu'; pass torch.device('cpu')"),
     ),
     "a name that nothing has": (lambda: easydist.spawn, AttributeError("module 'easydist' has no attribute 'spawn'")),
 }

@@ -136,6 +136,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         parser.set_defaults(nproc_per_node=str(torch.cuda.device_count() or 2))
     if "PET_TEE" not in os.environ:
         parser.set_defaults(tee="3")
+    if "PET_MASTER_ADDR" not in os.environ:
+        parser.set_defaults(master_addr=None)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         known = [name for action in parser._actions for name in action.option_strings]
@@ -162,9 +164,17 @@ def _check_values(args: argparse.Namespace) -> None:
     try:
         config, _, _ = torchrun.config_from_args(args)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
-        raise click.UsageError(str(error)) from None
+        text = str(error).replace(
+            "Unsupported nproc_per_node value:", "-n takes a number of ranks, cpu, gpu or auto, got"
+        )
+        raise click.UsageError(text) from None
     finally:
         logging.disable(logging.NOTSET)
+    if args.rdzv_backend == "static" and not (args.rdzv_endpoint or args.master_addr):  # torchrun waits in silence
+        raise click.UsageError(
+            f"--nnodes {args.nnodes}: say on each machine where they meet: --rdzv-backend c10d --rdzv-endpoint "
+            "HOST:PORT, or --node-rank N --master-addr HOST, with the host of node 0"
+        )
     least = {"-n": config.nproc_per_node >= 1, "--monitor-interval": config.monitor_interval > 0}
     if too_small := [option for option, is_enough in least.items() if not is_enough]:
         raise click.UsageError(f"{', '.join(too_small)}: give a number above 0")
@@ -183,7 +193,7 @@ def _is_alone(args: argparse.Namespace) -> bool:
         args.nnodes in ("1", "1:1")
         and args.rdzv_backend == "static"
         and not args.rdzv_endpoint
-        and args.master_addr in _LOOPBACK
+        and args.master_addr in (None, *_LOOPBACK)
     )
 
 

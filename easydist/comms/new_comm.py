@@ -97,7 +97,8 @@ def new_comm(
 def _check_types(device: object, name: object, store: object) -> None:
     for what, value, kind in (("device", device, torch.device), ("name", name, str), ("store", store, Store)):
         if not isinstance(value, kind) and not (what == "store" and value is None):
-            raise TypeError(f"new_comm(): {what} must be a {kind.__name__}, got {value!r}")
+            hint = f"; pass torch.device({value!r})" if kind is torch.device and isinstance(value, str) else ""
+            raise TypeError(f"new_comm(): {what} must be a {kind.__name__}, got {value!r}{hint}")
 
 
 def wrap(process_group: dist.ProcessGroup, device: torch.device | None = None) -> TorchComm:

@@ -26,6 +26,7 @@ def split(inputs: Tree, parts: int, part: int, apply_padding: bool = False) -> T
         apply_padding: Repeat the last element until all shares have the same length.
 
     Raises:
+        TypeError: ``inputs`` is an iterator, which every process would read whole.
         ValueError: The values of a mapping differ in length.
 
     Example:
@@ -34,6 +35,9 @@ def split(inputs: Tree, parts: int, part: int, apply_padding: bool = False) -> T
         >>> split((1, 2, 3), 2, 1, apply_padding=True)
         (3, 3)
     """
+    if isinstance(inputs, Iterator):
+        kind = type(inputs).__name__
+        raise TypeError(f"an iterator ({kind}) cannot be split between processes; pass a list of its values")
     lengths = dict(_lengths(inputs, ""))
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{path}: {length}" for path, length in lengths.items())

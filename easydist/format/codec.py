@@ -55,6 +55,9 @@ def allow_pickle(allowed: bool) -> None:
     Args:
         allowed: True if ``weights_only=False`` may be used.
 
+    Raises:
+        TypeError: ``allowed`` is not a ``bool``.
+
     Example:
         >>> import easydist
         >>> easydist.allow_pickle(False)
@@ -62,6 +65,8 @@ def allow_pickle(allowed: bool) -> None:
         [{'a': 1}]
         >>> easydist.allow_pickle(True)
     """
+    if not isinstance(allowed, bool):  # bool("no") is true
+        raise TypeError(f"allow_pickle: allowed={allowed!r} is neither True nor False")
     _switch.allowed = allowed
 
 

@@ -293,6 +293,8 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def _open(path: str | os.PathLike[str]) -> tuple[Any, Header]:
     """Return the file as private memory, and its header; tensors keep the memory alive."""
+    if not isinstance(path, str | bytes | os.PathLike):  # an integer would be a file that is open here
+        raise TypeError(f"load: got {type(path).__name__} as the path")
     _check_regular("load", path, os.stat(path))  # before opening, because opening a device may have any effect
     with open(path, "rb", opener=_open_at_once) as file:
         status = os.fstat(file.fileno())

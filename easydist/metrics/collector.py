@@ -76,6 +76,8 @@ class MetricCollector:
         if every is not None and integer("MetricCollector: every", every, "a number of updates") < 1:
             raise ValueError(f"MetricCollector: every={every} is not a number of updates")
         self.total = None if total is None else integer("MetricCollector: total", total, "a number of samples")
+        if self.total is not None and self.total < 0:
+            raise ValueError(f"MetricCollector: total={total} is negative")
         self._every, self._rtol, self._group, self._timeout = every, rtol, group, timeout
         self._dst = named_rank(group, "MetricCollector", "dst", dst, group_dst)
         self._store = Store(spill_nbytes, directory)

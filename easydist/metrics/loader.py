@@ -71,8 +71,8 @@ def distributed_loader(
             the lengths of the ranks' streams differ.
         ValueError: ``batch_size`` is below 1, ``in_order`` is false, or an iterable dataset is to be shuffled, or read
             by several workers or by one that persists.
-        TypeError: ``sampler`` or ``batch_sampler`` is given, ``DataLoader`` does not have an option, or ``batch_size``
-            or ``seed`` is not an integer.
+        TypeError: ``dataset`` is a ``DataLoader`` or a dict of columns, ``sampler`` or ``batch_sampler`` is given,
+            ``DataLoader`` does not have an option, or ``batch_size`` or ``seed`` is not an integer.
         RemoteError: One of these happened on another rank.
 
     Example:

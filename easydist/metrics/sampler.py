@@ -6,7 +6,7 @@ torch's ``DataLoader`` reads the batches, from an indexed dataset or from a stre
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from operator import index
 from typing import Any, NamedTuple, TypeAlias
@@ -322,8 +322,17 @@ def source_of(
         options: Those of ``DataLoader``.
 
     Raises:
+        TypeError: ``dataset`` has batches or columns in place of samples.
         ValueError: ``parameters`` or ``options`` do not fit the dataset.
     """
+    if isinstance(dataset, DataLoader):
+        raise TypeError("distributed_loader takes a dataset, not a DataLoader: pass loader.dataset")
+    if isinstance(dataset, Mapping) and dataset and 0 not in dataset:  # its samples would be dataset[0], dataset[1], …
+        what = f"{type(dataset).__name__} of {', '.join(map(repr, dataset))}"
+        raise TypeError(
+            f"distributed_loader takes a dataset, not a {what}: pass one of its values, or all as the columns of one "
+            "dataset, torch.utils.data.StackDataset(**columns)"
+        )
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     kind = Streamed if is_stream else Indexed
     return kind(dataset, parameters, Collate(collate_fn, dataset), options)

@@ -1,4 +1,4 @@
-"""The names of accelerate's state that ``ProcessState`` does not have, and what to use instead."""
+"""The names, of accelerate's state and of other libraries, that ``ProcessState`` does not have, and what to use."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ _ABSENT = {
     "_prepare_backend": "ProcessState().backend is the backend, and ProcessState(backend=…) chooses it",
     "default_device": "use ProcessState().device",
     "set_device": "the device is chosen with the state; ProcessState().device = … changes it",
+    "barrier": "use wait_for_everyone()",
+    "local_rank": "use local_process_index",
+    "rank": "use process_index",
+    "size": "use num_processes",
+    "world_size": "use num_processes",
     "fork_launched": "read the variable FORK_LAUNCHED, which accelerate's notebook_launcher sets",
     **dict.fromkeys(
         (
@@ -43,7 +48,7 @@ def absent(owner: object, name: str) -> AttributeError:
 
 
 class WithAdvice(type):
-    """The metaclass of a state: names of accelerate's that are absent raise an ``AttributeError`` with advice.
+    """The metaclass of a state: names in the table raise an ``AttributeError`` with advice.
 
     Example:
         >>> from easydist import PartialState

@@ -427,6 +427,7 @@ class ProcessState(metaclass=WithAdvice):
             group: The ranks that share the data.
 
         Raises:
+            TypeError: ``inputs`` is an iterator, which every process would read whole.
             ValueError: The values of a dict differ in length.
 
         Cost: no exchange.

@@ -276,7 +276,10 @@ class _CopyTensorToDevices(Broadcast):
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
         holders = [rank for rank in range(comms.size) if rank not in agreed.absent]
         if len(holders) != 1:
-            raise ValueError(f"copy_tensor_to_devices: exactly one rank has to hold the tensor, but ranks {holders} do")
+            who = f"ranks {', '.join(map(str, holders))} do" if holders else "none does"
+            raise ValueError(
+                f"copy_tensor_to_devices: exactly one rank has to pass the tensor, but {who}; the others pass None"
+            )
         self._source = holders[0]
         super().validate(comms, agreed)
 

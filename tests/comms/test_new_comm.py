@@ -258,7 +258,7 @@ WRONG_TYPES = {
     "tensor": (lambda c: c.all_reduce([1.0], SUM, False), "takes tensors, got list"),
     "async_op": (lambda c: c.all_reduce(one, SUM), "async_op"),
     "negative": (lambda c: c.all_to_all_v_single(two, torch.ones(2), [-1, 1], [1, 1], False), "must not be negative"),
-    "device": (lambda c: new_comm("gloo", "cpu", "x"), "device must be a device, got 'cpu'"),
+    "device": (lambda c: new_comm("gloo", "cpu", "x"), "device must be a device, got 'cpu'; pass torch.device"),
     "name": (lambda c: new_comm("gloo", CPU, None), "name must be a str"),
     "store": (lambda c: new_comm("gloo", CPU, "x", store="there"), "store must be a Store"),
 }

@@ -54,6 +54,13 @@ MUTANTS = [
     ),
     Mutant(
         "data/split.py",
+        "split",
+        "if isinstance(inputs, Iterator):",
+        "if False:",
+        "tests/test_mistakes.py -k generator_to_split",
+    ),
+    Mutant(
+        "data/split.py",
         "_cut",
         "share, last = value[start:stop], value[-1:]",
         "share, last = value[start:stop], value[start:stop][-1:]",

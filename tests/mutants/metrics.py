@@ -18,6 +18,13 @@ MUTANTS = [
         "tests/metrics/test_loader.py -k older_than_the_group",
     ),
     Mutant(
+        "metrics/sampler.py",
+        "source_of",
+        "if isinstance(dataset, Mapping) and dataset and 0 not in dataset:",
+        "if False:",
+        "tests/test_mistakes.py -k columns_in_place",
+    ),
+    Mutant(
         "metrics/store.py",
         "Store.rows",
         "_as_slice(torch.argsort(torch.argsort(numbers, stable=True)))",

@@ -63,6 +63,8 @@ ABSENT = {
     "_cpu": "device.type == 'cpu'",
     "fork_launched": "read the variable FORK_LAUNCHED",
     "default_device": "use ProcessState().device",
+    "rank": "use process_index",
+    "world_size": "use num_processes",
     "device_mesh": "accelerate's AcceleratorState",
     "_mixed_precision": "accelerate's AcceleratorState",
 }
@@ -94,8 +96,8 @@ def test_every_private_name_of_accelerates_state_is_there_or_absent_by_name():
 
 
 def test_other_unknown_names_are_plain_errors_and_copies_work():
-    with pytest.raises(AttributeError, match=r"has no attribute 'rank'$"):
-        _ = ProcessState().rank
+    with pytest.raises(AttributeError, match=r"has no attribute 'ranks'$"):
+        _ = ProcessState().ranks
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(torch, "accelerator")
         ProcessState._reset_state()

@@ -144,10 +144,10 @@ def test_copy_tensor_to_devices_finds_the_one_holder(rank, world_size):
     for holder in range(world_size):
         got = easydist.copy_tensor_to_devices({"x": torch.full((2,), holder)} if rank == holder else None)
         assert got["x"].tolist() == [holder] * 2
-    with pytest.raises(ValueError, match=r"exactly one rank has to hold the tensor, but ranks \[\] do"):
+    with pytest.raises(ValueError, match=r"exactly one rank has to pass the tensor, but none does"):
         easydist.copy_tensor_to_devices(None)
     if world_size > 1:
-        with pytest.raises(ValueError, match=r"exactly one rank has to hold the tensor, but ranks \[0, 1\] do"):
+        with pytest.raises(ValueError, match=r"exactly one rank has to pass the tensor, but ranks 0, 1 do"):
             easydist.copy_tensor_to_devices(torch.ones(2) if rank < 2 else None)
 
 
