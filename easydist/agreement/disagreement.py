@@ -11,9 +11,7 @@ PLAIN = (
     "Text, None and other plain values beside tensors are not sent, so they must be equal on all ranks. Gather "
     "those that differ with gather_object (gather_for_metrics in an evaluation loop), or leave them out."
 )
-DEVICES = (
-    "Move them to the same type of device on every rank: between GPUs, another library moves them than between CPUs."
-)
+DEVICES = "Move them to the same type of device on every rank: tensors on GPUs travel over NCCL, those on CPUs do not."
 Row = tuple[str, str, str]
 """A leaf that does not fit where it arrives: its path, its description on the source, and the local one."""
 
