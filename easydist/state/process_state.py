@@ -360,7 +360,10 @@ class ProcessState(metaclass=WithAdvice):
     def local_main_process_first(self, *, group: Group = None, timeout: Timeout | None = None) -> Iterator[None]:
         """Run the body on process 0 of each node, then on the others; otherwise the same as ``main_process_first``.
 
-        In a ``group``, the first of its ranks on each host goes first; a host may have several nodes of torchrun.
+        Args:
+            group: The ranks that take part; the first one on each host goes first, which may have several nodes of
+                torchrun.
+            timeout: The time limit of each wait for a body; None means that a body may take any time.
         """
         comms = self.communicators(group)
         goes_first = self.is_local_main_process if group is None else is_first_of_host(comms, timeout)
@@ -392,7 +395,12 @@ class ProcessState(metaclass=WithAdvice):
     @overload
     def on_process(self, function: None = None, process_index: int | None = None) -> Decorator: ...
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Decorate a function to run on one process only: ``@state.on_process(process_index=2)``."""
+        """Decorate a function to run on one process only: ``@state.on_process(process_index=2)``.
+
+        Args:
+            function: The function, which returns None on the other processes.
+            process_index: The rank of that process.
+        """
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return self._only(function, lambda: self.process_index == process_index)
@@ -406,7 +414,12 @@ class ProcessState(metaclass=WithAdvice):
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Decorate a function to run on one process of each node only."""
+        """Decorate a function to run on one process of each node only.
+
+        Args:
+            function: The function, which returns None on the other processes.
+            local_process_index: The rank of that process on its node.
+        """
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(function, lambda: self.local_process_index == local_process_index)
@@ -497,5 +510,15 @@ _STATE.__dict__ = ProcessState._shared
 
 @eager
 def wait_for_everyone(*, group: Group = None, timeout: Timeout | None = None) -> None:
-    """Block until every process has made this call; see ``ProcessState.wait_for_everyone``."""
+    """Block until every process has made this call; the same as ``ProcessState().wait_for_everyone``.
+
+    Args:
+        group: The ranks that take part.
+        timeout: The time limit of the call; None is the group's.
+
+    Raises:
+        DisagreementError: Another process made a different call.
+
+    Cost: one header exchange.
+    """
     meet(communicators(group), "wait_for_everyone", timeout=timeout)

@@ -58,6 +58,10 @@ def all_to_all(
         >>> easydist.all_to_all({"x": torch.arange(3)})
         {'x': tensor([0, 1, 2])}
 
+    On two ranks::
+
+        easydist.all_to_all(torch.arange(3) + 10 * rank)  # rank 0: tensor([ 0,  1, 10, 11])   rank 1: tensor([ 2, 12])
+
     Args:
         tensor: Any tree.
         dim: The dimension along which to cut and concatenate.

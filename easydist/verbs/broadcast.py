@@ -76,6 +76,10 @@ def broadcast(
         >>> easydist.broadcast({"w": torch.ones(2), "lr": 0.1})
         {'w': tensor([1., 1.]), 'lr': 0.1}
 
+    On two ranks::
+
+        easydist.broadcast(torch.tensor([5 + rank]))  # both ranks: tensor([5])
+
     Args:
         tensor: Any tree. Ranks other than the source may pass None, and get new tensors.
         from_process: The source, a rank inside the group. With a group of torch, it must be the same rank of the world.
@@ -131,6 +135,10 @@ def copy_tensor_to_devices(
     """Give every rank the tree that exactly one of them holds; the others pass None.
 
     Law: ``copy_tensor_to_devices(x if rank == s else None) == x of rank s``, for any one s.
+
+    On two ranks::
+
+        easydist.copy_tensor_to_devices(torch.tensor([5]) if rank == 1 else None)  # both ranks: tensor([5])
 
     Args:
         tensor: The tree on one rank, None elsewhere.

@@ -140,6 +140,11 @@ def gather(
         >>> easydist.gather({"loss": torch.tensor(0.5)}, as_list=True)
         [{'loss': tensor(0.5000)}]
 
+    On two ranks::
+
+        easydist.gather(torch.arange(2 + rank))  # both ranks: tensor([0, 1, 0, 1, 2])
+        easydist.gather({"n": rank}, dst=0)  # rank 0: {'n': tensor([0, 1])}   rank 1: None
+
     Args:
         tensor: Any tree. Leaves may have any dtype, strides and device; NumPy arrays stay arrays; Python numbers become
             tensors of float64, int64, complex128 or bool. Values that are not leaves (str, None, …) have to be equal on

@@ -83,6 +83,10 @@ def recv_object(
         Traceback (most recent call last):
         ValueError: recv_object: src=0 is not another rank of the group, which has 1 rank (0); this is rank 0
 
+    On two ranks::
+
+        easydist.send_object([3], 1) if rank == 0 else easydist.recv_object(0)  # rank 0: None   rank 1: [3]
+
     Args:
         src: Another rank, inside the group. With a group of torch, it must be the same rank of the world.
         weights_only: As in ``gather_object``. This rank's own value decides how the object is decoded here.

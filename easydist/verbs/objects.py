@@ -81,6 +81,11 @@ def gather_object(
         >>> easydist.gather_object(["a", "b"]), easydist.gather_object({"a": 1})
         (['a', 'b'], [{'a': 1}])
 
+    On two ranks::
+
+        easydist.gather_object([f"row {rank}"])  # both ranks: ['row 0', 'row 1']
+        easydist.gather_object({"r": rank}, dst=1)  # rank 0: None   rank 1: [{'r': 0}, {'r': 1}]
+
     Args:
         object: Any value that can be pickled, without DTensors; a list on all ranks, or on none.
         dst: The only rank that gets the result, a rank inside the group; None for all ranks. With a group of torch, it
@@ -162,6 +167,10 @@ def broadcast_object_list(
         >>> import easydist
         >>> easydist.broadcast_object_list([{"lr": 0.1}, None])
         [{'lr': 0.1}, None]
+
+    On two ranks::
+
+        easydist.broadcast_object_list([f"from {rank}"])  # both ranks: ['from 0']
 
     Args:
         object_list: A list of the same length on all ranks; the elements of the other ranks' lists are replaced.

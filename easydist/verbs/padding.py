@@ -57,6 +57,10 @@ def pad_across_processes(
         >>> easydist.pad_across_processes(torch.arange(3))
         tensor([0, 1, 2])
 
+    On two ranks::
+
+        easydist.pad_across_processes(torch.ones(1 + rank))  # rank 0: tensor([1., 0.])   rank 1: tensor([1., 1.])
+
     Args:
         tensor: Any tree.
         dim: The dimension to pad, counted from the end if negative.

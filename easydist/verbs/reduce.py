@@ -106,6 +106,11 @@ def reduce(
         >>> easydist.reduce({"loss": torch.tensor(2.0), "right": 3}, "sum")
         {'loss': tensor(2.), 'right': 3}
 
+    On two ranks::
+
+        easydist.reduce({"loss": 0.5 + rank, "rows": 3}, "sum")  # both ranks: {'loss': 2.0, 'rows': 6}
+        easydist.reduce(rank + 1.0, dst=0)  # rank 0: 1.5   rank 1: None
+
     Args:
         tensor: Any tree, with the same shapes on every rank. Python numbers stay Python numbers, and NumPy arrays stay
             arrays.

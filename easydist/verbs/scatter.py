@@ -75,6 +75,10 @@ def scatter(
         >>> easydist.scatter({"x": torch.arange(3)})
         {'x': tensor([0, 1, 2])}
 
+    On two ranks::
+
+        easydist.scatter(torch.arange(3) if rank == 0 else None)  # rank 0: tensor([0, 1])   rank 1: tensor([2])
+
     Args:
         tensor: Any tree on the source; ignored on other ranks, which may pass None.
         from_process: The source, a rank inside the group. With a group of torch, it must be the same rank of the world.

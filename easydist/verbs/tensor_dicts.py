@@ -170,6 +170,12 @@ def broadcast_tensor_dict(
         >>> easydist.broadcast_tensor_dict({"x": torch.ones(2), "step": 3})
         {'x': tensor([1., 1.]), 'step': 3}
 
+    On two ranks::
+
+        easydist.broadcast_tensor_dict(
+            {"x": torch.ones(2)} if rank == 0 else None
+        )  # both ranks: {'x': tensor([1., 1.])}
+
     Args:
         tensor_dict: The tree, on ``src``; ignored on other ranks.
         src: The source, a rank inside the group. With a group of torch, it must be the same rank of the world.
