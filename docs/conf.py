@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import doctest
 import re
-from importlib.metadata import version as installed_version
 from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.nodes import make_refnode
 
+from easydist import __version__
+
 project = "easydist"
-release = installed_version("easydist")
+release = __version__
 version = release
 copyright = "the easydist contributors"
 

@@ -5,8 +5,9 @@ import sys
 import lazy_loader
 
 from easydist.base import forks as _forks  # registers a hook that has to see every fork
+from easydist.base.version import VERSION
 
-__version__ = "0.1.0.dev0"
+__version__ = VERSION
 
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 

@@ -59,6 +59,7 @@ def test_importing_easydist_loads_nothing_heavy():
         "easydist",
         "easydist.base",
         "easydist.base.forks",
+        "easydist.base.version",
     }
     assert {name.split(".")[0] for name in loaded} <= sys.stdlib_module_names | {"easydist", "lazy_loader"}
 

@@ -1,6 +1,7 @@
 """Tests of the installed files, and of the statements about them in setup.cfg and the documents."""
 
 import configparser
+import importlib.metadata
 import re
 import shutil
 import sys
@@ -9,6 +10,11 @@ from pathlib import Path
 
 import launching
 import pytest
+from click.testing import CliRunner
+
+import easydist
+from easydist.cli.env import environment
+from easydist.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,6 +53,15 @@ def test_nobody_is_told_to_install_another_package_of_this_name():
     lines = [line for path in [*paths, *ROOT.glob("*.md")] for line in path.read_text().splitlines()]
     told = [line for line in lines if re.search(r"pip install .*\beasydist\b", line)]
     assert [line for line in told if "in the checkout of easydist" not in line] == []
+
+
+def test_the_version_is_written_once_and_the_name_of_the_distribution_only_in_setup_cfg(monkeypatch):
+    assert SETUP["metadata"]["version"] == "attr: easydist.base.version.VERSION"
+    assert f"version: {easydist.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    of = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: of("torch" if name == "torch" else "not installed"))
+    assert easydist.__version__ in CliRunner().invoke(main, ["--version"], catch_exceptions=False).output
+    assert environment()["versions"]["easydist"] == easydist.__version__
 
 
 def test_every_requirement_is_used():

@@ -16,8 +16,9 @@ from typing import Any
 import click
 
 from easydist import settings
+from easydist.base.version import VERSION
 
-_PACKAGES = ("easydist", "torch", "accelerate", "transformers", "safetensors", "numpy", "psutil", "mpi4py", "ray")
+_PACKAGES = ("torch", "accelerate", "transformers", "safetensors", "numpy", "psutil", "mpi4py", "ray")
 _LIBRARIES = ("ACCELERATE_", "CUDA_", "EASYDIST_", "GLOO_", "NCCL_", "OMP_", "SLURM_", "TORCH_", "TORCHELASTIC_")
 _PREFIXES = (*_LIBRARIES, "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "MV2_COMM_WORLD_")
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
@@ -66,7 +67,7 @@ def _system() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    found = {"easydist": VERSION}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)

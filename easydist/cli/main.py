@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from easydist.base.version import VERSION
 from easydist.cli.bench import bench
 from easydist.cli.check import check
 from easydist.cli.env import env
@@ -32,7 +33,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, epilog=_COMPLETION, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="easydist")
+@click.version_option(VERSION)
 def main() -> None:
     """Launch, observe and check distributed PyTorch programs."""
 
