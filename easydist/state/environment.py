@@ -79,6 +79,10 @@ _ACCELERATE_ALONE = (
 )
 
 
+_HALF = (
+    "{}={} is set, but {} is not, so this process works alone. Start the script with a launcher (torchrun, easydist "
+    "run), or set both, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+)
 _EXPORTED = (
     "RANK={} is not the number of this task of srun, {} of {}, which easydist takes. A RANK that is exported before "
     "srun is the same in all tasks: do not export RANK, LOCAL_RANK and WORLD_SIZE; under srun nothing needs them"
@@ -141,11 +145,20 @@ def launched(env: Mapping[str, str] = os.environ, has_group: bool = False) -> Wo
         if not (has_group or env.get("MASTER_ADDR")) and _is_in_own_order(env):
             raise ValueError(_ARBITRARY)
         return _world(env, "slurm", _SLURM, address, port)
-    # accelerate launch sets these variables only if it was asked for more than one process.
-    for_several = _has(env, "ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT")
-    if for_several and not has_group:
-        warnings.warn(_ACCELERATE_ALONE, RuntimeWarning, stacklevel=2)
+    if not has_group and (text := _why_alone(env)):
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
     return World()
+
+
+def _why_alone(env: Mapping[str, str]) -> str:
+    """Return what is missing, if these variables look as if there should be several processes."""
+    # accelerate launch sets these variables only if it was asked for more than one process.
+    if _has(env, "ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT"):
+        return _ACCELERATE_ALONE
+    for name, other, of_one in (("WORLD_SIZE", "RANK", "1"), ("RANK", "WORLD_SIZE", "0")):
+        if (env.get(name) or of_one) != of_one and not env.get(other):
+            return _HALF.format(name, env[name], other)
+    return ""
 
 
 def flag(name: str, env: Mapping[str, str] = os.environ) -> bool:

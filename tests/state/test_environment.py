@@ -228,8 +228,27 @@ def test_the_lone_process_of_accelerate_launch_is_told_so():
     assert "torchrun --nproc-per-node N" in str(record[0].message)
 
 
+@pytest.mark.parametrize(("name", "value", "missing"), [("WORLD_SIZE", "2", "RANK"), ("RANK", "1", "WORLD_SIZE")])
+def test_half_a_description_of_several_processes_is_a_warning(name, value, missing):
+    with pytest.warns(
+        RuntimeWarning, match=f"^{name}={value} is set, but {missing} is not, so this process works alone"
+    ):
+        assert launched({name: value, missing: ""}) == World()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert launched({name: value}, has_group=True) == World()
+
+
 @pytest.mark.parametrize(
-    "env", [{**LONE, "RANK": "0", "WORLD_SIZE": "1"}, without(LONE, "MASTER_ADDR"), {**LONE, **OPEN_MPI}]
+    "env",
+    [
+        {"WORLD_SIZE": "1"},
+        {"RANK": "0"},
+        {"WORLD_SIZE": "2", **OPEN_MPI},
+        {**LONE, "RANK": "0", "WORLD_SIZE": "1"},
+        without(LONE, "MASTER_ADDR"),
+        {**LONE, **OPEN_MPI},
+    ],
 )
 def test_nobody_else_is_warned(env):
     with warnings.catch_warnings():
