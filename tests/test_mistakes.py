@@ -1,5 +1,9 @@
 """Mistakes that are easily made, and the texts that they get: what happened, where, and what to do."""
 
+import re
+import threading
+from dataclasses import dataclass
+
 import launching
 import numpy as np
 import pytest
@@ -529,6 +533,36 @@ def test_a_pickle_of_torch_in_place_of_a_file(tmp_path):
     assert str(caught.value) == (
         f"{path}: this is a zip archive, as torch.save writes, not a safetensors file; use torch.load"
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\n", "this is Git LFS's pointer to a file, not the file"),
+        (b'{"weight_map": {}}', "this is text, not a safetensors file"),
+    ],
+)
+def test_text_in_place_of_a_file(tmp_path, content, said):
+    (path := tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(WireError) as caught:
+        easydist.load(path)
+    assert str(caught.value).startswith(f"{path}: {said}")
+
+
+@dataclass
+class Trainer:
+    config: dict
+
+
+def test_what_cannot_be_pickled_is_named_by_its_path():
+    trainer = Trainer({"steps": 3, "lock": threading.Lock()})
+    for value, path in [(trainer, ""), ({"all": [1, trainer]}, "['all'][1]")]:
+        with pytest.raises(TypeError, match=re.escape(f"{path}.config['lock'] of type lock cannot be pickled: ")):
+            easydist.gather_object(value)
+    around = [threading.Lock()]
+    around.insert(0, around)
+    with pytest.raises(TypeError, match=r"^\[1\] of type lock cannot be pickled: "):
+        easydist.gather_object(around)
 
 
 @pytest.mark.parametrize("value", [lambda: 1, [lambda: 1]])

@@ -13,7 +13,7 @@ import pickle
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -120,6 +120,38 @@ def _reduce_waited(tensor: torch.Tensor) -> Any:
 _TABLE = _Table(REDUCERS)
 
 
+_FAULTS = (pickle.PicklingError, AttributeError, BufferError, TypeError)
+"""The exceptions for a value that pickle cannot write."""
+
+
+def _culprit(value: object) -> str:
+    """Return the type of a value that cannot be pickled, and the path to the innermost part for which that is so."""
+    path, around = "", {id(value)}
+    while step := next((s for s in _parts(value) if id(s[1]) not in around and not _can_be_pickled(s[1])), None):
+        path, value = path + step[0], step[1]
+        around.add(id(value))
+    kind = type(value).__name__
+    return f"{path} of type {kind}" if path else kind
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        yield from ((f"[{key!r}]", part) for key, part in items)
+    elif not isinstance(value, type | ModuleType | FunctionType):
+        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
+
+
+def _can_be_pickled(value: object) -> bool:
+    pickler = pickle.Pickler(_Chunks(), 5, buffer_callback=lambda _: False)
+    pickler.dispatch_table = _TABLE
+    try:
+        pickler.dump(value)
+    except _FAULTS:
+        return False
+    return True
+
+
 class EncodedObject:
     """A value as the parts of a message, which need not be joined: its large data is still in its own memory.
 
@@ -145,9 +177,9 @@ class EncodedObject:
         self.is_strings = strings is not None
         try:
             pickler.dump(value if strings is None else strings)
-        except (pickle.PicklingError, AttributeError, BufferError, TypeError) as error:
+        except _FAULTS as error:
             remedy = next((advice for part, advice in _REMEDIES.items() if part in str(error)), "")
-            raise TypeError(f"{type(value).__name__} cannot be pickled: {error}{remedy}") from error
+            raise TypeError(f"{_culprit(value)} cannot be pickled: {error}{remedy}") from error
         finally:
             del pickler  # because it holds views of views, see _direct
         length, sizes = sum(map(len, chunks)), [raw.nbytes for raw in self._buffers]

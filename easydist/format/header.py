@@ -278,6 +278,10 @@ def _length(view: memoryview) -> int:
     if length > len(view) - 8:
         if bytes(view[:4]) == b"PK\x03\x04":
             raise WireError("this is a zip archive, as torch.save writes, not a safetensors file; use torch.load")
+        if bytes(view[:8]) == b"version ":
+            raise WireError("this is Git LFS's pointer to a file, not the file; fetch it with git lfs pull")
+        if bytes(view[:8]).isascii() and bytes(view[:8]).decode().isprintable():
+            raise WireError("this is text, not a safetensors file")
         raise WireError(f"the header should have {length} bytes, but there are {len(view) - 8}")
     if length > MAX_NBYTES:
         raise WireError(f"the header has {length} bytes, more than {MAX_NBYTES}")

@@ -26,6 +26,13 @@ MUTANTS = [
     ),
     Mutant(
         "format/codec.py",
+        "_culprit",
+        "path, value = path + step[0], step[1]",
+        "path, value = step[0], step[1]",
+        "tests/test_mistakes.py -k named_by_its_path",
+    ),
+    Mutant(
+        "format/codec.py",
         "_decoded",
         "if weights_only or not _switch.allowed:",
         "if weights_only:",
