@@ -57,7 +57,7 @@ MUTANTS = [
         "split",
         "if isinstance(inputs, Iterator):",
         "if False:",
-        "tests/test_mistakes.py -k generator_to_split",
+        "tests/test_mistakes.py -k generator",
     ),
     Mutant(
         "data/split.py",

@@ -22,7 +22,7 @@ MUTANTS = [
         "source_of",
         "if isinstance(dataset, Mapping) and dataset and 0 not in dataset:",
         "if False:",
-        "tests/test_mistakes.py -k columns_in_place",
+        "tests/test_mistakes.py -k columns",
     ),
     Mutant(
         "metrics/store.py",
