@@ -24,6 +24,13 @@ def on_ranks(count, example, *arguments):
     return forked(*command, PYTHON_EXEC=fork())[0]
 
 
+def test_the_page_of_examples_names_each_of_them():
+    page = (ROOT / "docs" / "examples.md").read_text()
+    assert set(re.findall(r"`(\w+\.\w+|hostfile)`", page)) == {
+        path.name for path in (ROOT / "examples").iterdir() if path.is_file()
+    }
+
+
 @pytest.mark.slow
 def test_metrics_exactly_right():
     out = on_ranks(2, "metrics_exactly_right.py")
