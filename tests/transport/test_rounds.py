@@ -163,7 +163,7 @@ def test_gather_blocks(size):
     assert max(network.nbytes) <= 8 * max(lengths) * (size - 1)
 
 
-@each_size([*SMALL, 257])
+@each_size([*SMALL, 257, *([1000, 1023] if IS_STRESS else [])])
 def test_gather_frames_of_lengths_that_only_their_senders_know(size):
     lengths = [(7 * rank + size) % 12 for rank in range(size)]
     rows = [torch.full((size, 11), 255, dtype=torch.uint8) for _ in range(size)]
@@ -225,7 +225,7 @@ def scatter_from(root, chunks, exchange, rank):
     return rounds.scatter_and_share(exchange, rank, root, chunks[rank])
 
 
-@each_size([*range(2, 18), 31, 32, 33, 64])
+@each_size([*(SMALL[1:] if IS_STRESS else range(2, 18)), 31, 32, 33, 64, *([200] if IS_STRESS else [])])
 def test_scatter_and_share(size):
     numel = 3 * size + 1
     for root in {0, size // 2, size - 1}:
