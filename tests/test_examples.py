@@ -148,6 +148,9 @@ def test_evaluate_gives_the_same_on_any_number_of_ranks():
     assert printed[0][1:] == printed[1][1:] == printed[2][1:] == printed[3][1:]
     assert printed[0][-1] == "equal to the single-process run, to the last digit"
     assert on_ranks(2, "evaluate.py").splitlines() == printed[1]
+    captured = (ROOT / "docs" / "captures" / "first_hour" / "run.txt").read_text()
+    for line in printed[1]:
+        assert f"[rank 0] {line.partition(' margin ')[0]}" in captured  # its last digits are those of one machine
 
 
 @pytest.mark.slow
