@@ -134,7 +134,7 @@ class End:
         self._check()  # in a forked child, nobody lets go of the lock
         if not self._lock.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
             raise TimeoutError("another thread is using this end of the queue")
-        if self._over:
+        if self._over:  # another thread may have closed this end meanwhile
             self._lock.release()
             self._check()
         return self._turn
@@ -155,6 +155,7 @@ class End:
         """
         began, pause = time.monotonic(), _FIRST_PAUSE
         soon = began + _SOON if until is None else min(until, began + _SOON)
+        # A message that is due comes in microseconds, and to be put to sleep and woken would take longer.
         for _ in range(_LOOKS):
             if look():
                 return
@@ -208,7 +209,7 @@ class End:
         """Close this end. In a forked child, or a second time, do nothing."""
         if self._over:
             return
-        self.cancel()
+        self.cancel()  # first, because a thread that waits holds the lock
         with self._lock:
             if not self._over:
                 self._over = _CLOSED

@@ -35,15 +35,15 @@ class ReaderEnd(End):
             raise ValueError(f"MessageQueue.create_from_handle: rank={rank} is not a reader; the readers are {readers}")
         super().__init__()
         self._writer = Peer(-1, handle.writer)
-        self._way = self._attach(handle, rank) or self._connect(handle, rank)
-        self.is_local = isinstance(self._way, RingReader)
+        self._channel = self._attach(handle, rank) or self._connect(handle, rank)
+        self.is_local = isinstance(self._channel, RingReader)
         self._message: memoryview | None = None
 
     def _attach(self, handle: Handle, rank: int) -> RingReader | None:
         if handle.ring is None or rank not in handle.local_reader_ranks or not is_wanted():
             return None
         name, shape = handle.ring
-        with suppress(OSError):
+        with suppress(OSError):  # it then connects, so that the writer waits for it in the ring no more
             return RingReader(name, Shape(*shape), handle.local_reader_ranks.index(rank), own_record())
         return None
 
@@ -78,7 +78,7 @@ class ReaderEnd(End):
 
     def _pull(self) -> bool:
         if self._message is None:
-            self._message = self._way.pull()
+            self._message = self._channel.pull()
         return self._message is not None
 
     def wait_until_ready(self, until: float | None) -> None:
@@ -87,34 +87,34 @@ class ReaderEnd(End):
             self._until(self._is_ready, until, lambda: "wait_until_ready: not all readers came in time")
 
     def _is_ready(self) -> bool:
-        if not self._way.is_ready:
+        if not self._channel.is_ready:
             self._pull()
-        return self._way.is_ready
+        return self._channel.is_ready
 
     def _fault(self) -> Exception | None:
-        if self._way.is_closed:
+        if self._channel.is_closed:
             return EOFError(f"MessageQueue: the writer, {name_of(self._writer)}, has closed the queue")
         if self._writer.has_ended():
             return lost(self._writer, "the writer")
-        if isinstance(self._way, Receiver) and self._way.is_broken:
+        if isinstance(self._channel, Receiver) and self._channel.is_broken:
             return lost(self._writer, "the writer", "ended, or its connection broke")
         return None
 
     def _sleep(self, look: Callable[[], bool], seconds: float) -> bool:
-        return self._way.sleep(look, seconds)
+        return self._channel.sleep(look, seconds)
 
     def _wake(self) -> None:
-        if isinstance(self._way, RingReader):
-            self._way.wake()
+        if isinstance(self._channel, RingReader):
+            self._channel.wake()
 
     def _release(self) -> None:
-        self._way.close()
+        self._channel.close()
         self._drop()
 
     def _abandon(self) -> None:
-        self._way.release()
+        self._channel.release()
         self._drop()
 
     def _drop(self) -> None:
-        del self._way, self._writer
+        del self._channel, self._writer
         self._message = None

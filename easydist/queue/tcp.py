@@ -356,7 +356,7 @@ class Receiver:
         """
         while self._whole is None and not (self.is_closed or self.is_broken):
             awaited = self._awaited
-            if awaited.got:
+            if awaited.got:  # before more is received: an interrupt may have come after the last bytes
                 self._advance(awaited, awaited.got[0])
             elif not awaited.left:
                 self._take(awaited)

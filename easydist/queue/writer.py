@@ -103,8 +103,10 @@ class WriterEnd(End):
         with self.turn(until):
             if (fault := self._seen or self._departure()) is not None:
                 raise fault
+            # Readers in the ring may come later, and find the message there; a connection has to exist first.
             if len(self._senders) < self._n_remote:
                 self._until(self._all_remote_are_here, until, lambda: self._late("enqueue"))
+            # In the ring and on each connection before the first byte: the message goes to all readers, or to none.
             if not self._has_room(message.nbytes):
                 self._until(lambda: self._has_room(message.nbytes), until, lambda: self._late("enqueue"))
             if self._ring is not None:
@@ -137,6 +139,7 @@ class WriterEnd(End):
         soon = time.monotonic() + _SOON
 
         def look() -> bool:
+            # Readers make room in a moment, as a rule; memory into which the ring has grown stays taken.
             self._start = ring.place(nbytes, grow=time.monotonic() >= soon)
             return self._start >= 0
 
@@ -194,6 +197,7 @@ class WriterEnd(End):
             )
 
     def _admits(self, rank: int) -> bool:
+        # One that should share memory, but cannot attach, has its place in the ring; the others share what is left.
         if rank in self._peers or rank in self._local_ranks:
             return rank not in self._peers
         return sum(r not in self._local_ranks for r in self._senders) < self._n_reader - len(self._local_ranks)
