@@ -35,6 +35,7 @@ torch, and with it accelerate, raises another class there:
 
 from __future__ import annotations
 
+import copy
 import sys
 import traceback
 from collections.abc import Sequence
@@ -199,3 +200,22 @@ class ShapeError(ValueError, RuntimeError):
 
     It is also a ``RuntimeError``, because ``torch.cat`` raises that, and scripts written for accelerate catch it.
     """
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Drop the traceback of an error that is kept, and of its causes: they have the frames of the call and its data."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__  # its context may be an exception of the caller
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """Return a copy of an error without its traceback: the one to keep, or to raise if the error itself is kept."""
+    try:
+        kept = copy.copy(error)
+    except Exception:  # its class takes other arguments than those that it has
+        return error
+    vars(kept).update(vars(error))  # ``raised_in``, too
+    if error.__cause__ is not None:
+        kept.__cause__ = without_frames(error.__cause__)
+    return kept

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from easydist.base.wording import reason
-from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError
+from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError, without_frames
 from easydist.shm import cycles
 from easydist.shm.calls import Calls
 from easydist.shm.futex import give_core
@@ -438,8 +438,7 @@ class Streams:
         self._calls.keep(error)
 
     def _fail(self, error: BaseException) -> None:
-        # The error itself will have the frames of the wait that raises it, and with them the data of the call.
-        self.error = error = copy.copy(error) if isinstance(error, EasydistError) else error
+        self.error = error = without_frames(error)
         for stream in self._active:
             for _, operation in tuple(stream.queue):  # a copy, as in ``_awaited``
                 operation.error, operation.left = error, 0

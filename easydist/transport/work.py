@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from easydist.base import forks
-from easydist.errors import DisagreementError
+from easydist.errors import DisagreementError, drop_frames, without_frames
 from easydist.liveness.background import at_once, in_background, in_line
 from easydist.shm.progress import handles
 
@@ -140,8 +140,8 @@ class TorchWork:
         """Block until the operation has completed; on a GPU, make the current stream wait for it.
 
         Raises:
-            RuntimeError: The operation failed; every further ``wait`` raises the same error again. Or this process was
-                forked from the one that has begun it.
+            RuntimeError: The operation failed; every further ``wait`` raises the same error again, as a copy. Or this
+                process was forked from the one that has begun it.
         """
         if not self._is_done:
             forks.demand_own(self._generation)  # a thread of the parent may have held the lock
@@ -156,7 +156,7 @@ class TorchWork:
             if self._error is not None:
                 if isinstance(self._error, DisagreementError):
                     self._error.is_told = True
-                raise self._error
+                raise without_frames(self._error)
         if self._event is not None:
             self._event.wait()
 
@@ -247,6 +247,7 @@ class TorchWork:
                 self._error = error
             if not isinstance(error, Exception):
                 raise
+            drop_frames(self._error)
         else:
             self.returning(self._outputs)
             self._mark(is_aside)

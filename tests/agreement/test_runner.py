@@ -278,11 +278,12 @@ def test_an_error_keeps_no_data_until_garbage_is_collected(rank, name):
         gc.enable()
 
 
+@BACKENDS
 @distributed(world_size=2)
-def test_a_timeout_in_shared_memory_keeps_no_data_until_garbage_is_collected(rank):
+def test_a_timeout_keeps_no_data_until_garbage_is_collected(rank, backend):
     data, store = torch.ones(2), dist.group.WORLD.get_group_store()
     gone = weakref.ref(data)
-    with made("shm") as group:
+    with made(backend) as group:
         easydist.gather(rank, group=group)
         if rank == 1:
             store.wait(["late"])

@@ -75,6 +75,13 @@ MUTANTS = [
     ),
     Mutant(
         "transport/work.py",
+        "TorchWork.wait",
+        "raise without_frames(self._error)",
+        "raise self._error",
+        "tests/agreement/test_runner.py::test_a_timeout_keeps_no_data_until_garbage_is_collected",
+    ),
+    Mutant(
+        "transport/work.py",
         "TorchWork.within",
         "self._timeout = timeout or None",
         "self._timeout = timeout",

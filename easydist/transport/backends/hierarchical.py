@@ -19,6 +19,7 @@ import torch
 
 from easydist.base.wording import reason
 from easydist.data.arithmetic import split_sizes
+from easydist.errors import without_frames
 from easydist.transport.backend import Backend, set_to
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.reduce_op import RedOpType, ReduceOp, accumulator, average, check_reducible, combine
@@ -343,7 +344,7 @@ class RunQueue:
 
     def fail(self, error: BaseException) -> None:
         """Drop all operations under way, and refuse new ones with this error."""
-        self._error, self._queue = error, deque()  # another thread may be running the old ones
+        self._error, self._queue = without_frames(error), deque()  # another thread may be running the old ones
 
     def _check(self) -> None:
         if self._error is not None:
