@@ -95,6 +95,8 @@ def _is_done(args: argparse.Namespace, asked: dict[str, float], here: bool) -> b
 
 def _report(error: RemoteError | PeerLostError) -> str:
     """Return the text of an error without the last line of ``run``, which is for a driver that goes on."""
+    if isinstance(error.__cause__, SystemExit):  # for which Python itself shows no traceback
+        return str(error).partition(":\nTraceback")[0]
     *lines, last = str(error).splitlines()
     return "\n".join(lines if lines and lines[0].startswith("run:") else [*lines, last])
 

@@ -96,6 +96,7 @@ def test_the_status_is_that_of_the_rank_that_failed(cluster, tmp_path, text, sta
     script(tmp_path, text)
     _, err = run(cluster, tmp_path, 2, "script.py", status=status)
     assert ("run: rank 1 is lost: process " in err) == (text == KILLED)
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
