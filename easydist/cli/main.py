@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
 from typing import Any
 
@@ -30,6 +31,12 @@ class _Commands(click.Group):
             if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
                 stream.reconfigure(errors="replace")
         return super().main(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # while torch loads; click would make an exit status of 1 of it
+            ctx.exit(128 + signal.SIGINT)
 
 
 @click.group(cls=_Commands, epilog=_COMPLETION, context_settings={"help_option_names": ["-h", "--help"]})

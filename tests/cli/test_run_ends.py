@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import launching
 import psutil
@@ -187,3 +188,16 @@ def test_ctrl_c_ends_ranks_and_removes_the_folder(tmp_path):
     launching.finished(process)
     assert process.returncode == 130
     assert not list(tmp_path.glob("easydist-run-*"))
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_torch_loads_ends_it_at_once(tmp_path):
+    command = [sys.executable, "-m", "easydist", "run", script(tmp_path, "print('ran')")]
+    process = launching.start(*command, env=os.environ | {"PYTHONPATH": launching.ROOT})
+    end = time.monotonic() + launching.within(30)
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < end:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    ((out, err),) = launching.finished(process)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err
