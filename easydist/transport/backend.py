@@ -115,6 +115,7 @@ class Backend(ABC):
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> Begun:
         """Law, on ``root``: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``; elsewhere it is not changed."""
+        # As bytes: they are gathered before they are reduced, and a backend need not move every dtype.
         if self.rank != root:
             return self.gather([], tensor.view(torch.uint8), root)
         parts = memory.empty([self.size, tensor.numel()], tensor.dtype, tensor.device).unbind()

@@ -322,6 +322,7 @@ def _check_spans(name: str, written: list[tuple[int, int]], sent: list[tuple[int
     own = rank if len(written) > 1 else 0
     if written and sent and written[own] == sent[rank if len(sent) > 1 else 0]:
         del written[own]  # it gets the values that it has
+    # Sorted, so that each has to be compared with nothing but the furthest end of the other kind so far.
     ends = [0, 0]
     for start, stop, is_sent in sorted([(*span, False) for span in written] + [(*span, True) for span in sent]):
         if start < stop and start < ends[not is_sent]:

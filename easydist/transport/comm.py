@@ -275,6 +275,7 @@ class Collectives(Reductions):
         same = output.numel() == input.numel()
         demand(same, f"Input and output tensors must have same size for {name}")
         demand(input.numel() % size == 0, f"Tensor size must be divisible by comm_size for {name}")
+        # In place, parts that arrive would overwrite parts that have yet to be sent.
         demand(not _share_memory(output, input), f"{name}: output and input must not share memory")
         outputs, inputs = (split(part, [part.numel() // size] * size) for part in (target, source))
         return self._swap(name, (staging, outputs, inputs), source, (async_op, hints, timeout))
@@ -366,6 +367,7 @@ class Collectives(Reductions):
             ranks: The receiving ranks, the same on every rank.
         """
         name, rank = "multicast", self.checks.rank("root", root)
+        # Sorted: the data goes from rank to rank in this order, which has to be the same on all of them.
         others = sorted({self.checks.rank("ranks", one) for one in ranks} - {rank})
         staging, (target,), _ = self.checks.moved(name, [tensor])
         begin, about = (lambda: self._backend.multicast(target, rank, others)), (target, rank, None)

@@ -9,6 +9,7 @@ import torch
 from easydist.shm.calls import ABSENT, EQUAL, NOT_BEGUN, UNKNOWN, Description, Dispute, Mismatch
 from easydist.transport.reduce_op import OP_BIT, RedOpType, ReduceOp
 
+# The first name is that of ``OWN``, because places are codes.
 _NAMES = (
     "a call of easydist",
     "all_gather",
@@ -48,11 +49,13 @@ _EQUAL = {
     "reduce",
     "reduce_scatter_single",
 }
+# Sorted, because the order of a set of dtypes differs between processes.
 _DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
 _DTYPE, _ROOT = 6, 18
 """The lowest bits of the dtype and the root in a code. The name is before them; the reduction is between them."""
 
 _NAME_CODES = {name: code | EQUAL * (name in _EQUAL) for code, name in enumerate(_NAMES, 1)}
+# They move the same data, so one rank may call the one while another rank calls the other.
 _NAME_CODES["all_reduce_from"] = _NAME_CODES["all_reduce"]
 DTYPE_CODES = {dtype: code + 1 << _DTYPE for code, dtype in enumerate(_DTYPES)}
 """The part of a code that stands for a dtype; a quantized one moves as the integers that hold it."""
@@ -89,6 +92,7 @@ def described(
         op: The reduction.
         sizes_differ: True if the number of elements may differ between ranks, whatever the name.
     """
+    # Every part is one more than its number: zero stands for a part that is not there.
     code = _NAME_CODES[name] & ~EQUAL if sizes_differ else _NAME_CODES[name]
     if root is not None:
         code |= root + 1 << _ROOT

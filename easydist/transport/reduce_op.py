@@ -93,6 +93,7 @@ class ReduceOp:
         op = ReduceOp.__new__(ReduceOp)
         op._type, op._factor, op.code = RedOpType.PREMUL_SUM, factor, RedOpType.PREMUL_SUM + 1 << OP_BIT
         if not isinstance(factor, torch.Tensor):
+            # As a float, an integer of NumPy would turn the product with integers into floats.
             op._factor = operator.index(factor) if isinstance(factor, SupportsIndex) else float(factor)
         return op
 
@@ -129,6 +130,7 @@ class ReduceOp:
         factor = self._factor
         if isinstance(factor, torch.Tensor):
             factor = factor.to(tensor.device)
+            # With a dimension, a float64 factor would turn the product with float32 into float64.
             factor = factor.reshape(()) if factor.numel() == 1 else factor
         product: torch.Tensor = torch.mul(tensor.detach(), factor)
         if product.dtype != tensor.dtype:
@@ -168,6 +170,7 @@ _COMBINE: dict[RedOpType, Callable[..., torch.Tensor]] = {
     RedOpType.AVG: torch.add,
 }
 _BITWISE = frozenset({RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR})
+# torch takes neither sums nor minima of these dtypes.
 _WIDE = {torch.uint16: torch.int64, torch.uint32: torch.int64}
 
 
@@ -202,6 +205,7 @@ def combine(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if dtype is torch.uint64:
         return _combine_uint64(op, parts)
     wide = accumulator(dtype, op)
+    # One part at a time is widened, so that not all of them are in memory twice.
     total = functools.reduce(_COMBINE[op.type], parts if wide is dtype else (part.to(wide) for part in parts))
     total = average(total, len(parts)) if op.type is RedOpType.AVG else total
     return total if total.dtype is dtype else total.to(dtype)

@@ -87,6 +87,7 @@ class Reductions:
         if not op.is_scaled:
             begin: Begin = functools.partial(self._backend.reduce, target, rank, op)
             return self._run(name, begin, async_op, hints, timeout, staging, about)
+        # In other memory, because ``tensor`` may change only on the root.
         scaled = flat(op.scaled(tensor))
 
         def reduce_scaled() -> Begun:
@@ -138,6 +139,7 @@ class Reductions:
             fits, f"Input tensor size must be output_size * comm_size for {name}: the numbers of elements do not fit"
         )
         _check_op(name, op, input)
+        # Scaled as a whole: a factor may have the shape of ``input``, not that of its parts.
         parts = split(flat(op.scaled(input)), [output.numel()] * self._backend.size)
         return self._reduce_scatter(name, output, parts, op.unscaled, (async_op, hints, timeout), op)
 
@@ -169,6 +171,7 @@ class Reductions:
         own = input_list[self._backend.rank].numel() == output.numel()
         demand(own, f"All input tensors must have same size as output tensor: own entry must fit the output for {name}")
         if op.is_scaled:
+            # Not the flat inputs: a factor may have the shape of the tensor.
             inputs = [flat(op.scaled(tensor)) for tensor in input_list]
         plain = op.unscaled
         about = (target, None, asked or op)

@@ -48,6 +48,7 @@ def meet(exchange: Exchange, rank: int, size: int) -> Iterator[Pending]:
 
 def can_fold(dtype: torch.dtype, op: ReduceOp) -> bool:
     """True if neither the order of the values matters, nor how often each of them is combined."""
+    # Not floats: of 0.0 and -0.0, torch takes the first as the maximum, so the order would matter.
     return op.type in _REPEATABLE and not dtype.is_floating_point and not dtype.is_complex
 
 
@@ -56,6 +57,7 @@ def fold(exchange: Exchange, rank: int, size: int, tensor: torch.Tensor, op: Red
     arrived = torch.empty_like(tensor)
     for one in doubling(rank, size):
         yield from exchange([(tensor, one.dst)], [(arrived, one.src)])
+        # Only now, when the message that is sent has ended, too, may the tensor change.
         combine_into(tensor, op, [tensor, arrived])
 
 
@@ -85,6 +87,7 @@ def gather_frames(exchange: Exchange, rank: int, rows: torch.Tensor, nbytes: int
     starts = [0, put(view, frames[rank * stride : rank * stride + nbytes])]
     for dst, src, _, count in doubling(rank, size):
         held, stop = starts[-1], starts[count]
+        # Room for the longest frames: gloo takes a message that is shorter than its receive.
         arriving = bundle[held : held + count * record]
         yield from exchange([(bundle[:stop], dst)], [(arriving, src)], expected=stop)
         for _ in range(count):
@@ -106,8 +109,10 @@ def scatter_and_share(exchange: Exchange, rank: int, root: int, chunks: Sequence
     """Broadcast chunks, one for each rank: the root sends each to its rank, and every rank sends its own to all."""
     mine, others = chunks[rank], [r for r in range(len(chunks)) if r not in (rank, root)]
     if rank == root:
+        # To each rank its own chunk first, which it passes on.
         yield from exchange([(chunks[r], r) for r in others] + [(mine, r) for r in others], [])
         return
+    # The root's two messages, which have one tag, in the order in which it sends them.
     first, *rest = exchange([], [(mine, root), (chunks[root], root), *((chunks[r], r) for r in others)])
     yield first
     yield from [*rest, *exchange([(mine, r) for r in others], [])]

@@ -66,6 +66,7 @@ def tree(place: int, size: int) -> tuple[int | None, list[int]]:
         [(None, [2, 1]), (0, []), (0, [3]), (2, [])]
     """
     bits = [1 << k for k in range(size.bit_length()) if not place or 1 << k < place & -place]
+    # The farthest first, because it has the most ranks to pass the data on to.
     children = [place + bit for bit in reversed(bits) if place + bit < size]
     return place & (place - 1) if place else None, children
 

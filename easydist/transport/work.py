@@ -184,6 +184,7 @@ class TorchWork:
 
     def is_completed(self) -> bool:
         """True if ``wait`` would return or raise at once; an operation begun with ``async_op=True`` ends without it."""
+        # In a forked child, ``wait`` raises at once.
         if self.has_ended or self._generation != forks.generation:
             return True
         if not self._is_driven:

@@ -136,10 +136,12 @@ class Posted:
 
     def tag(self, lane: int, nbytes: int) -> int:
         """Return the tag of its messages of this length on a lane."""
+        # A receiver with room for more does not know the length, so both ends take that of its room.
         mixed = ((lane * _FACTOR + self.key) * _FACTOR + self.call[0]) * _FACTOR + self._round
         return _SIZED_TAG + (mixed * _FACTOR + (self.room or nbytes)) % _PRIME
 
 
+# The largest prime below 2**29: so these tags end before those of operations of several steps.
 _FACTOR, _PRIME = 1_000_003, 536_870_909
 
 
@@ -180,6 +182,7 @@ class Gloo(Pairwise):
             lane: A number other than zero; messages of different lanes never mix.
         """
         part = copy.copy(self)
+        # With counters of its own: the ranks outside do not count its operations.
         part._members, part._lane, part._rounds = list(ranks), lane, itertools.count()
         part.log, part._number, part._messages = deque(maxlen=KEPT), 0, Counter()
         part.rank, part.size = part._members.index(self.rank), len(ranks)
@@ -243,6 +246,7 @@ class Gloo(Pairwise):
         if isinstance(tag, Posted):
             tag = tag.tag(self._lane, nbytes)
         try:
+            # A row with so much room may get a long message, however short this rank's own one is.
             is_large = self._is_large(expected if expected is not None and nbytes < _LARGE else nbytes, peer)
             return MessageWork(self, fn([tensor], peer, tag), peer, fn.__name__ == "recv", is_large)
         except RuntimeError as error:  # the connection had broken before
@@ -286,6 +290,7 @@ class Gloo(Pairwise):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
                     self._group.recv([nothing], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
+        # A message that gloo has lost is on no connection that could break. A copy, since other threads wait, too.
         for work in tuple(self.sending):
             end_wait(work)
 
@@ -313,6 +318,7 @@ class Gloo(Pairwise):
         self._messages[way := (name, peer)] += 1
         sends, recvs = ([(tensor, peer)], []) if name == "send" else ([], [(tensor, peer)])
         batch = None if call is MESSAGE else call
+        # Negative, by which statuses tell messages from collectives.
         posted = Posted(self._messages[way], (-DTYPE_CODES[tensor.dtype], 0), sends, recvs, batch=batch)
         self.log.append(posted)
         return posted
@@ -335,6 +341,7 @@ class Gloo(Pairwise):
 
     def _spread(self, tensor: torch.Tensor, path: Sequence[int]) -> TorchWork:
         """Send a tensor from the first rank of the path to the others."""
+        # Not a multicast: every rank of the group would have to pass a chunk on.
         if len(path) == self.size and is_scattered(self.size, tensor.nbytes) and self._described() is None:
             chunks = tensor.split(split_sizes(tensor.numel(), self.size))
             return self._in_rounds(lambda ex: rounds.scatter_and_share(ex, self.rank, path[0], chunks), [tensor])
@@ -342,6 +349,7 @@ class Gloo(Pairwise):
         parent, children = tree(path.index(self.rank), len(path)) if is_part else (None, [])
         above = [] if parent is None else [(tensor, path[parent])]
         below = [(tensor, path[child]) for child in children]
+        # Also on a rank that gets nothing: the tags of all later operations follow from this count.
         tag = self._begun(below, above, own=self._round_tag())
         return self._in_rounds(lambda exchange: rounds.spread(exchange, above, below), [tensor], tag)
 
@@ -372,6 +380,7 @@ class Gloo(Pairwise):
         mine = chunks[self.rank]
         parts = tensor.new_empty(self.size, mine.numel()).unbind()
         first = self._swap(chunks, parts)
+        # Not inside the step: ranks may run the second steps of several operations in any order.
         tag = self._round_tag() if self._described() is None else self.log[-1].second_round()
 
         def reduce_and_share() -> Sequence[Pending]:
@@ -383,5 +392,6 @@ class Gloo(Pairwise):
     def barrier(self) -> TorchWork:
         if self._is_doubled(0):
             return self._in_rounds(lambda exchange: rounds.meet(exchange, self.rank, self.size), [])
+        # A byte from each rank, because empty tensors are not sent.
         tokens = torch.zeros(self.size + 1, dtype=torch.uint8, device="cpu").split(1)
         return self._swap([tokens[-1]] * self.size, tokens[:-1])

@@ -51,6 +51,7 @@ class Hierarchical(Backend):
         self._host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
         self._host = self._host_of[self.rank]
         self._here = self._hosts[self._host]
+        # Lane 0 is the group's own, and no other ``lane`` leads to the same two.
         self._direct = gloo.among(range(self.size), 2 * lane + 1)
         leaders = [ranks[0] for ranks in hosts]
         self._far = gloo.among(leaders, 2 * lane + 2) if self.rank in leaders else None
@@ -77,6 +78,7 @@ class Hierarchical(Backend):
         return self._queue.begin(self._reduce(tensor, op))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> Begun:
+        # Only on the root may the tensor change.
         total = tensor.clone()
         work = self.all_reduce(total, op)
         return handle(work).followed_by(lambda: set_to(tensor, total)) if self.rank == root else work
@@ -138,6 +140,7 @@ class Hierarchical(Backend):
         return [tensor[:0] if r in self._here else tensor for r, tensor in enumerate(tensors)]
 
     def _meet(self) -> Iterator[Begun]:
+        # Twice here: a leader speaks for its whole host, and nobody leaves before its leader has heard from all hosts.
         yield self._near.barrier()
         if self._far:
             yield self._far.barrier()
@@ -145,6 +148,7 @@ class Hierarchical(Backend):
 
     def _spread(self, tensor: torch.Tensor, root: int) -> Iterator[Begun]:
         home = self._host_of[root]
+        # First at home: the leader there, which sends to the other hosts, may not be the root.
         if home == self._host:
             yield self._near.broadcast(tensor, self._here.index(root))
         if self._far:
@@ -155,6 +159,7 @@ class Hierarchical(Backend):
     def _spread_to(self, tensor: torch.Tensor, root: int, ranks: Sequence[int]) -> Iterator[Begun]:
         """Send to the first receiver of each other host, which spreads it there: the leader may not be a receiver."""
         home = self._host_of[root]
+        # Reversed, so that the lowest receiver of a host stays; at home the root takes its place.
         firsts = {self._host_of[rank]: rank for rank in reversed(ranks)} | {home: root}
         far = self._direct.multicast(tensor, root, [rank for rank in firsts.values() if rank != root])
         if home != self._host:  # otherwise both are under way at once
@@ -167,12 +172,14 @@ class Hierarchical(Backend):
     def _gather_all(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> Iterator[Begun]:
         """Let the leaders exchange the data of their first ranks, their second ranks, …, straight into its place."""
         yield self._near.all_gather_v(self._local(outputs), data)
+        # In the later rounds the leader of a smaller host sends nothing, but the others' data comes to it.
         rounds = [[ranks[k] if k < len(ranks) else None for ranks in self._hosts] for k in range(self._longest)]
         arriving = [self._exchange([data[:0] if r is None else outputs[r] for r in round_]) for round_ in rounds]
         spreading = []
         for round_, work in zip(rounds, arriving, strict=True):
             yield work
             ranks = [r for r in round_ if r is not None and r not in self._here]
+            # Waited for at the end: until then, later rounds arrive.
             spreading += [self._near.broadcast(outputs[r], 0) for r in ranks]
         yield from spreading
 
@@ -188,6 +195,7 @@ class Hierarchical(Backend):
         """Reduce inside the host; then leaders exchange their results, or chunks of them and the totals of these."""
         grows = op.type in (RedOpType.SUM, RedOpType.PRODUCT, RedOpType.AVG)
         wide = tensor.to(accumulator(tensor.dtype, op)) if grows and tensor.dtype is not torch.uint64 else tensor
+        # Hosts may differ in size, so the mean of their means is not that of all ranks.
         is_mean, op = op.type is RedOpType.AVG, ReduceOp.SUM if op.type is RedOpType.AVG else op
         yield self._near.all_reduce(wide, op)
         if self._far and self._far.reduces_whole(wide, op):
@@ -212,6 +220,7 @@ class Hierarchical(Backend):
         yield self._near.all_gather_upto(room.near, stop)
         if self._far:
             yield self._far.all_gather_upto(room.far, room.bundle())
+        # Not a broadcast: only the leader knows how long its message is.
         yield self._near.all_gather_upto(room.relay, room.relayed() if self._far else 0)
         for rank, frame in room.arrived():
             if rank != self.rank:
@@ -334,6 +343,7 @@ class RunQueue:
         while last.queue is not None:
             self._check()
             try:
+                # Not its own ``advance``, which would wait for the lock that ``last`` holds.
                 if not super(_Queued, works[0]).advance(waits, timeout):
                     return False
             except BaseException as error:  # a step was left unfinished

@@ -162,6 +162,7 @@ class Native(Pairwise):
 def _are_adjacent(parts: Sequence[torch.Tensor]) -> bool:
     """True if flat tensors of equal length follow each other in one piece of memory."""
     first, nbytes = parts[0], parts[0].nbytes
+    # Two storages may happen to be adjacent, but ``as_strided`` cannot go from one to the other.
     memory = first.untyped_storage().data_ptr()
     starts = [part.data_ptr() for part in parts]
     return starts == [*range(starts[0], starts[0] + nbytes * len(parts), nbytes)] and all(

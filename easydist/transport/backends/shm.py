@@ -149,6 +149,7 @@ class Shm(Backend):
         if len(ranks) > 1:
             spread = self._steps.spread([_extent(tensor)], root, self._word(), copies=self.rank in ranks)
             return self._step(spread, tensor)
+        # Ranks without a part come here, too: ``_swap`` numbers the call, as on the others.
         sends = [(peer, tensor) for peer in ranks if self.rank == root]
         return self._swap(sends, [(root, tensor)] if self.rank in ranks else [])
 
@@ -202,6 +203,7 @@ class Shm(Backend):
         pipes = [slots.pipe_from(POINT_TO_POINT, peer) for peer in slots.others]
         while True:
             for pipe in pipes:
+                # A ``recv`` from this rank, or another task like this one, gets its next message.
                 if not self._streams.is_idle(pipe) or pipe.is_lent:
                     continue
                 pipe.is_lent = True
@@ -288,6 +290,7 @@ class Shm(Backend):
         """Return the task that sends a tensor; None if the pipe has taken it at once."""
         pipe = self._steps.slots.pipe_to(lane, peer)
         address, nbytes = tensor.data_ptr(), tensor.nbytes
+        # Not before a message under way in this pipe, nor before all ranks have entered a new epoch.
         is_free = not (lane == COLLECTIVES and self._calls.is_entering) and self._streams.is_idle(pipe)
         if is_free and pipe.put_whole(address, nbytes, kind):
             return None
@@ -325,6 +328,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 def _view(slots: Slots, rank: int, half: int, like: torch.Tensor, begin: int = 0) -> torch.Tensor:
     """Return a view of a slot with as many elements as ``like``, from byte ``begin`` on."""
     offset = slots.slot_offset(rank, half) + begin
+    # ``frombuffer`` refuses to view nothing.
     if not (count := like.numel()):
         return like
     return torch.frombuffer(slots.memory, dtype=like.dtype, count=count, offset=offset)
@@ -369,4 +373,5 @@ def _reduce_share(
         views = [_view(slots, r, half, mine, begin * piece.itemsize) for r in range(slots.size)]
         total = target[begin : begin + len(mine)]
         combine_into(total, op, [mine if r == slots.rank else view for r, view in enumerate(views)])
+        # No other rank reads this part of the slot before the next step.
         views[slots.rank].copy_(total)
