@@ -158,6 +158,7 @@ class MessageQueue:
         if not isinstance(end, WriterEnd):
             raise RuntimeError("Only writers can enqueue: this is a reader's end")
         until = deadline(timeout)
+        # Before its turn, so that other threads need not wait while a large object is encoded.
         message = codec.EncodedObject(obj)
         if self._handle.weights_only:
             message.check()
@@ -182,6 +183,7 @@ class MessageQueue:
         end = self._end
         if not isinstance(end, ReaderEnd):
             raise RuntimeError("Only readers can dequeue: this is the writer's end")
+        # After its turn: an object that is refused has been taken, so it does not come again.
         return codec.decode(end.take(deadline(timeout), indefinite), weights_only=self._handle.weights_only)
 
     def broadcast_object(self, obj: Any = None) -> Any:
@@ -260,6 +262,7 @@ class MessageQueue:
         hosts = gather_object([host_id()], weights_only=True, group=pg)
 
         def make() -> MessageQueue | None:
+            # In here, so that an error of one rank reaches all of them.
             check_rank(comms, "writer_rank", writer_rank)
             if comms.rank != writer_rank or external_writer_handle is not None:
                 return None

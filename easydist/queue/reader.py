@@ -30,6 +30,7 @@ class ReaderEnd(End):
     """
 
     def __init__(self, handle: Handle, rank: int) -> None:
+        # A handle does not list the readers elsewhere, which may have any ranks.
         if rank not in handle.local_reader_ranks and handle.n_reader <= len(handle.local_reader_ranks):
             readers = ", ".join(map(str, handle.local_reader_ranks))
             raise ValueError(f"MessageQueue.create_from_handle: rank={rank} is not a reader; the readers are {readers}")
@@ -77,6 +78,7 @@ class ReaderEnd(End):
         return f"dequeue: no message from the writer, {name_of(self._writer)}, arrived in time"
 
     def _pull(self) -> bool:
+        # Kept until it is taken: a wait for readiness may receive it, and an interrupt may come before.
         if self._message is None:
             self._message = self._channel.pull()
         return self._message is not None
@@ -92,6 +94,7 @@ class ReaderEnd(End):
         return self._channel.is_ready
 
     def _fault(self) -> Exception | None:
+        # First, because a writer that has closed the queue may have ended since.
         if self._channel.is_closed:
             return EOFError(f"MessageQueue: the writer, {name_of(self._writer)}, has closed the queue")
         if self._writer.has_ended():

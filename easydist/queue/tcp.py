@@ -101,6 +101,7 @@ class Listener:
 
     def accepted(self) -> list[_Accepted]:
         """Return the readers that have since the last call proved to have the key: rank, record, connection."""
+        # First, because new connections may push out the oldest, whose hello may have come by now.
         found = self._heard()
         for _ in range(_PENDING):  # a limit, so that a flood of connections does not block the writer
             if (connection := self._accept()) is None:
@@ -146,6 +147,7 @@ class Listener:
         except OSError:
             text = b""
         received += text or b""
+        # First with the queue's key alone, so that a reader of this queue with another job key is reported.
         if len(received) == _HELLO_NBYTES and self._proves(received, self._key, 0):
             rank, number, record = _HELLO.unpack_from(received)
             if self._proves(received, self._joint, 1):
@@ -185,6 +187,7 @@ class Sender:
 
     def __init__(self, connection: socket.socket, proof: bytes) -> None:
         self._socket = connection
+        # Otherwise a message would wait until the reader's system has acknowledged its length, sent before.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         keepalive.watch(connection.fileno())
@@ -285,6 +288,7 @@ class Sender:
         if thread is not None and thread.is_alive():
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            # Without the lock, which the thread takes before it ends.
             thread.join()
         self._socket.close()
 
@@ -399,6 +403,7 @@ class Receiver:
             if length < _CLOSED:
                 message = self._memory(length)
                 following = _Awaited(message, message=message)
+        # Last, and both at once: after an interrupt before this, the whole step is taken again.
         self._whole, self._awaited = awaited.message, following
 
     def _memory(self, length: int) -> memoryview:

@@ -205,6 +205,7 @@ class WriterEnd(End):
     def _admit(self, rank: int, record: bytes, sender: Sender) -> None:
         self._peers[rank], self._senders[rank] = Peer(rank, record), sender
         sender.on_progress = self._wake
+        # Before the messages: the reader takes the first bytes for the proof.
         sender.welcome()
         if self._ring is not None and rank in self._local_ranks:  # a local reader that cannot attach
             self._n_remote += 1
