@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import time
@@ -13,6 +14,7 @@ from easydist.errors import WireError
 from easydist.format import codec
 from easydist.groups.sharing import is_wanted
 from easydist.liveness.peer import Peer
+from easydist.liveness.watchdog import interrupts_deferred
 from easydist.queue.end import End, Handle, lost, own_record
 from easydist.queue.tcp import Listener, Sender, own_address
 from easydist.shm.ring import RingWriter, Shape
@@ -109,13 +111,20 @@ class WriterEnd(End):
             # In the ring and on each connection before the first byte: the message goes to all readers, or to none.
             if not self._has_room(message.nbytes):
                 self._until(lambda: self._has_room(message.nbytes), until, lambda: self._late("enqueue"))
-            if self._ring is not None:
-                self._write(self._ring, message, until)
+            last = None if self._ring is None else self._write(self._ring, message, until)
             if self._senders:
-                data = b"".join(message.parts())
-                for sender in self._senders.values():
-                    sender.add(data)
+                self._post_to_all(last, b"".join(message.parts()))
+            elif last is not None:
+                last()
             self._look_around()
+
+    def _post_to_all(self, last: Callable[[], None] | None, data: bytes) -> None:
+        """Post the last piece in the ring, and the message on each connection; Ctrl-C comes before this or after it."""
+        with interrupts_deferred():
+            if last is not None:
+                last()
+            for sender in self._senders.values():
+                sender.add(data)
 
     def _has_room(self, nbytes: int) -> bool:
         if self._ring is not None and not self._ring.has_fewer(self._max_chunks):
@@ -125,15 +134,19 @@ class WriterEnd(End):
         unsent = [sender.unsent() for sender in self._senders.values()]
         return all(not n or (n < self._max_chunks and b + nbytes <= self._capacity) for n, b in unsent)
 
-    def _write(self, ring: RingWriter, message: codec.EncodedObject, until: float | None) -> None:
+    def _write(self, ring: RingWriter, message: codec.EncodedObject, until: float | None) -> Callable[[], None]:
+        """Write all pieces of a message but the last one, and return the function that writes that."""
         at, parts, most = 0, message.parts(), ring.shape.piece
         for piece in [parts] if message.nbytes <= most else _cut(parts, most):
             nbytes = sum(map(len, piece))
             start = ring.place(nbytes, grow=False)
             if start < 0:
                 start = self._place(ring, nbytes, until)
+            if at + nbytes == message.nbytes:
+                break
             ring.post(start, piece, at, message.nbytes)
             at += nbytes
+        return functools.partial(ring.post, start, piece, at, message.nbytes)
 
     def _place(self, ring: RingWriter, nbytes: int, until: float | None) -> int:
         soon = time.monotonic() + _SOON

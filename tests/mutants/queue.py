@@ -5,6 +5,13 @@ from mutants.planting import Mutant
 MUTANTS = [
     Mutant(
         "queue/writer.py",
+        "WriterEnd._post_to_all",
+        "with interrupts_deferred():",
+        "if True:",
+        "tests/queue/test_queue_tcp.py -k after_ctrl_c",
+    ),
+    Mutant(
+        "queue/writer.py",
         "_cut",
         "            piece.append(part)\n            room -= len(part)",
         "            piece.append(part)",

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import resource
+import signal
 import socket
 import sys
 from contextlib import ExitStack, contextmanager, suppress
@@ -90,6 +91,30 @@ def test_silent_connections_do_not_keep_a_reader_out():
             assert reader.dequeue(SOON) == 1
         for connection in silent:
             connection.close()
+
+
+@pytest.mark.parametrize("nbytes", [100, 2 << 20])
+@pytest.mark.parametrize("n_local", [0, 1])
+def test_after_ctrl_c_all_readers_have_a_message_or_none(monkeypatch, n_local, nbytes):
+    add = tcp.Sender.add
+
+    def interrupted(sender, data):
+        signal.raise_signal(signal.SIGINT)
+        add(sender, data)
+
+    with ExitStack() as ends:
+        writer = ends.enter_context(MessageQueue(3, n_local, connect_ip="127.0.0.1"))
+        handle = writer.export_handle()
+        readers = [ends.enter_context(MessageQueue.create_from_handle(handle, rank)) for rank in range(3)]
+        writer.wait_until_ready(SOON)
+        with monkeypatch.context() as patch:
+            patch.setattr(tcp.Sender, "add", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                writer.enqueue(filled(nbytes))
+        writer.enqueue("after it")
+        for reader in readers:
+            assert reader.dequeue(SOON).equal(filled(nbytes))
+            assert reader.dequeue(SOON) == "after it"
 
 
 @pytest.mark.slow
