@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import doctest
+import os
 import re
 from pathlib import Path
 
@@ -19,6 +20,7 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
@@ -45,6 +47,20 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 # The sections of a docstring, see CONTRIBUTING.md.
 napoleon_custom_sections = ["Law", "Cost", "Source"]
+
+# Links to the types of other projects need their inventories: from their sites with INTERSPHINX=online, or from a
+# folder with python.inv, torch.inv and numpy.inv. Otherwise a build needs no network.
+_SITES = {
+    "python": "https://docs.python.org/3",
+    "torch": "https://docs.pytorch.org/docs/stable",
+    "numpy": "https://numpy.org/doc/stable",
+}
+_FROM = os.environ.get("INTERSPHINX")
+intersphinx_mapping = {
+    name: (site, None if _FROM == "online" else str(Path(_FROM, f"{name}.inv").resolve()))
+    for name, site in _SITES.items()
+    if _FROM
+}
 
 # Every example starts as a reader would, in a world of one.
 # Sphinx's default also ignores what an exception says; our messages are part of the promise.
