@@ -97,6 +97,7 @@ bench-all: bench $(VENV)/.test ## the same, and what costs more time: communicat
 	$(BIN)/python benchmarks/shm.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/weights.py
+	$(BIN)/python benchmarks/cluster.py
 	$(BIN)/python benchmarks/trace.py
 	test $$(id -u) != 0 || $(BIN)/python benchmarks/links.py --seconds 1
 
