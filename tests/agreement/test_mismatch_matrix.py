@@ -307,8 +307,8 @@ CASES = {
         ),
     },
     "copy_tensor_to_devices": {
-        "nobody has it": (MISUSE, "ranks []", lambda on: on.call(None)),
-        "everybody has it": (MISUSE, "ranks [0, 1", lambda on: on.call(GRID)),
+        "nobody has it": (MISUSE, "none does", lambda on: on.call(None)),
+        "everybody has it": (MISUSE, "ranks 0, 1", lambda on: on.call(GRID)),
         "two have other trees": (DIFFER, "['a']", lambda on: on.call({on.odd: A, on.other: B}.get(on.rank))),
         "two have other dtypes": (
             DIFFER,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from gpus import NEEDED
-from kernels import kernel
 from launching import ROOT, python
+from notebook_kernels import kernel
 
 pytestmark = NEEDED
 

@@ -4,7 +4,7 @@ import ast
 import re
 
 import pytest
-from kernels import kernel
+from notebook_kernels import kernel
 
 pytestmark = pytest.mark.slow
 

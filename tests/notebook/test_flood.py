@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from kernels import kernel, until
+from notebook_kernels import kernel, until
 
 pytestmark = pytest.mark.slow
 

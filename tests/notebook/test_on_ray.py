@@ -9,8 +9,8 @@ import threading
 import psutil
 import pytest
 from actors import HEAD, MARKS, MORTAL, travels
-from kernels import kernel, until
 from launching import within
+from notebook_kernels import kernel, until
 
 import easydist.notebook
 from easydist import CollectiveTimeout, PeerLostError

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from kernels import Kernel, kernel, until
 from launching import finished, python, start, within
+from notebook_kernels import Kernel, kernel, until
 
 from easydist.notebook.process import _environment
 

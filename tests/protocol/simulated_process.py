@@ -97,6 +97,10 @@ class Page:
     def __init__(self, process):
         self._process, self._entries, self._report, self._body = weakref.proxy(process), [], "", ""
 
+    def recovers(self):
+        """No process of the simulation recovers a group."""
+        return -1
+
     # For the process itself.
 
     def new_entry(self):

@@ -209,7 +209,7 @@ def test_a_version_that_no_member_has_committed_is_forgotten_by_all(rank):
     member.publish() if rank == 0 else member.receive()
     for value in trained.values():
         value.fill_(2)
-    end = "use" if rank == 0 else "_hold"
+    end = "use" if rank == 0 else "hold"
     setattr(member, end, lambda version: (_ for _ in ()).throw(ConnectionError("not heard")))
     with pytest.raises(ConnectionError):
         member.publish() if rank == 0 else member.receive()

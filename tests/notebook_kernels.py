@@ -12,7 +12,7 @@ import psutil
 from jupyter_client.manager import KernelManager
 from launching import ROOT, within
 
-from easydist.cli.ranks import Ranks
+from easydist.cli.ranks import LocalRanks
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Kernel:
 
     def is_in(self, operation, rank):
         """True if a rank of the notebook is in a call of that name."""
-        told = [row.entry for group in Ranks(self.pid).look() for row in group]
+        told = [row.entry for group in LocalRanks(self.pid).look() for row in group]
         return any(row.rank == rank and row.is_in_call and row.place.startswith(operation) for row in told)
 
     def processes(self):
