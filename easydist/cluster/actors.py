@@ -172,12 +172,15 @@ class Actors:
             if not done:
                 late()
                 continue
-            rank, answer = asked.pop(done[0]), None
-            try:
-                answer = ray.get(done[0])
-            except ray.exceptions.RayError as error:
-                answer = error
-            yield rank, answer
+            if len(asked) > 1:  # all that have come, in one look
+                done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
+            for ref in done:
+                rank, answer = asked.pop(ref), None
+                try:
+                    answer = ray.get(ref)
+                except ray.exceptions.RayError as error:
+                    answer = error
+                yield rank, answer
 
     def give_up(self, ranks: Collection[int]) -> None:
         """Raise the error for ranks that have not started in time."""

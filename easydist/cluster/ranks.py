@@ -21,6 +21,9 @@ from easydist.typing import Timeout
 _STOPS_WITHIN = 4.0
 """Seconds within which ranks must stop after Ctrl-C."""
 
+_INLINE = 64 << 10
+"""The most bytes of a call that travel with each request: on other nodes an object of Ray's store comes later."""
+
 _LENT = (
     "a notebook runs cells on these ranks: cluster.run(fn) calls functions there, cluster.restart(ranks=[...]) "
     "replaces ranks, and cluster.stop() gives the ranks back"
@@ -203,7 +206,7 @@ class Ranks:
         self._demand_ready()
         if self._needs_meeting:
             self._meet(time.monotonic() + self._actors.limit)
-        sent = ray.put(message)
+        sent = message if len(message) <= _INLINE else ray.put(message)
         answers: dict[int, Outcome | PeerLostError] = {}
         try:
             with interrupts_deferred():  # a call that no reference is known of could not be interrupted
