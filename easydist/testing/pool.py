@@ -209,7 +209,7 @@ class _Worker:
         while not is_whole(dump, first) and self._process.is_alive() and time.monotonic() < deadline:
             self._process.join(0.01)
             dump = path.read_text()[len(first) :]
-        return dump
+        return dump if self._process.is_alive() else f"{dump}Meanwhile {self.ending()}"
 
     def end(self) -> None:
         with contextlib.suppress(OSError):
