@@ -5,10 +5,10 @@ STRESS ?= 20000
 JOBS ?= 4
 BIN := $(VENV)/bin
 # Files side by side, since most tests wait for other processes; in their order, so that the long ones don't come last.
-SIDE_BY_SIDE := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 # A test that hangs fails after ten minutes, with the stacks of its threads, and the tests after it still run.
 ONE_BY_ONE := $(BIN)/python -m pytest --timeout 600
-PYTEST := $(ONE_BY_ONE) $(SIDE_BY_SIDE)
+PYTEST = $(ONE_BY_ONE) $(SIDE_BY_SIDE)
 EVALUATE := examples/evaluate.py
 # Hundreds of processes import the package: compile it once.
 unexport PYTHONDONTWRITEBYTECODE
@@ -29,6 +29,8 @@ demo: $(VENV)/.test ## evaluate a classifier on 1, 2 and 3 ranks
 	@export PATH="$(abspath $(BIN)):$$PATH"; command -v mpirun >/dev/null || { echo "no mpirun here: accelerate launch starts no ranks on the CPU"; exit 0; }; \
 	set -x; OMP_NUM_THREADS=1 accelerate launch --config_file examples/accelerate_cpu.yaml --main_process_port $$((20000 + $$$$ % 10000)) $(EVALUATE)
 
+# Each process loads all tests, and these wait little.
+quick: JOBS = 3
 quick: $(VENV)/.test ## run the tests that are not marked slow, on one and two ranks
 	$(PYTEST) -m "not slow and not wide" $(ARGS)
 
