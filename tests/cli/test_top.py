@@ -282,8 +282,10 @@ def test_a_job_that_hangs_is_seen_from_another_process(tmp_path):
         ranks, deadline = LocalRanks(processes[0].pid), time.monotonic() + launching.within(60)
         while not [row for rows in ranks.look() for row in late_ranks(rows)]:
             assert time.monotonic() < deadline
-        out, _ = command("top", str(processes[0].pid), "--json", "--stack")
-        found = json.loads(out)
+        found = {"stacks": {}}
+        while not found["stacks"]:  # the ranks may just have been connected, and begin to wait again
+            assert time.monotonic() < deadline
+            found = json.loads(command("top", str(processes[0].pid), "--json", "--stack")[0])
         assert [row["waits_for"] for row in found["groups"][0]["ranks"]] == [[1], []]
         assert list(found["stacks"]) == [str(processes[1].pid)]
         out, _ = command("top", str(tmp_path / "stuck.py"), "--once")
