@@ -44,8 +44,7 @@ def _sites_text(sites: dict[int, str]) -> str:
         by_site.setdefault(site, []).append(rank)
     if len(by_site) == 1:
         return f"Called at {next(iter(by_site))}"
-    shown = [f"{site} ({_ranks(ranks)})" for site, ranks in by_site.items()]
-    return "Called at " + ", ".join([*shown[:SHOWN], *([f"… and {len(shown) - SHOWN} more"] if shown[SHOWN:] else [])])
+    return "Called at " + ", ".join(_first([f"{site} ({_ranks(ranks)})" for site, ranks in by_site.items()]))
 
 
 def calls_text(every: list[dict[str, Any]]) -> str:
@@ -97,7 +96,12 @@ def misfit_lines(src: int, misfits: Mapping[int, Sequence[Row]], receiver: str =
 
 def listed(lines: Sequence[str]) -> list[str]:
     """Return the first lines, and a line with the number of the others."""
-    return [*lines[:SHOWN], *([f"  … and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]
+    return _first(lines, "  ")
+
+
+def _first(texts: Sequence[str], indent: str = "") -> list[str]:
+    """Return the first texts, and one with the number of the others."""
+    return [*texts[:SHOWN], *([f"{indent}… and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else [])]
 
 
 def values_text(head: str, rows: Mapping[str, Sequence[str]], more: int, sites: Sequence[str]) -> str:
@@ -139,8 +143,7 @@ def _by_rank(texts: dict[int, str]) -> str:
 
 def _by_text(texts: dict[int, str]) -> str:
     """Return each text with the ranks that have it."""
-    found = _grouped(texts)
-    return "   ".join([*found[:SHOWN], *([f"… and {len(found) - SHOWN} more"] if found[SHOWN:] else [])])
+    return "   ".join(_first(_grouped(texts)))
 
 
 def _lines(texts: dict[int, str]) -> list[str]:

@@ -283,6 +283,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         gather = lambda: [self._backend.gather(all_bytes(targets), as_bytes(data), root)]  # noqa: E731
         return self._begin("gather", (data, root, None), gather, targets)
 
+    # Arguments are named as in torch, since callers may name them.
     def recv(self, tensors: TensorList, srcRank: int, tag: int) -> GroupWork:  # noqa: N803
         """Receive the tensors that ``srcRank`` sends to this rank with this tag, in order."""
         self._demand_message("recv", srcRank, tag)

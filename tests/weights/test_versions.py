@@ -142,24 +142,30 @@ def test_an_empty_dict_gets_new_tensors_which_stay(rank):
             assert mine["w"] is mine["same"]
 
 
+def after_the_second_version(rank, is_heard):
+    """The weights, and a member that has received them as version 2; it raises if it has not heard that all have."""
+    trained = state(1)
+    member = WeightPublisher(trained) if rank == 0 else WeightReceiver()
+    move, end = (member.publish, "use") if rank == 0 else (member.receive, "hold")
+    move()
+    for value in trained.values():
+        value.fill_(2)
+    if is_heard:
+        move()
+        return trained, member
+    setattr(member, end, lambda version: (_ for _ in ()).throw(ConnectionError("not heard")))
+    with pytest.raises(ConnectionError):
+        move()
+    delattr(member, end)
+    assert (member.version, member.pending) == (1, 2)
+    return trained, member
+
+
 @pytest.mark.slow
 @distributed(world_size=3)
 def test_a_version_that_one_member_has_committed_is_complete_on_all(rank):
     """The last acknowledgement was heard by rank 1 alone, so that the others raised; they have all of the version."""
-    trained = state(1)
-    member = WeightPublisher(trained) if rank == 0 else WeightReceiver()
-    member.publish() if rank == 0 else member.receive()
-    for value in trained.values():
-        value.fill_(2)
-    end = "use" if rank == 0 else "hold"
-    if rank != 1:
-        setattr(member, end, lambda version: (_ for _ in ()).throw(ConnectionError("not heard")))
-        with pytest.raises(ConnectionError):
-            member.publish() if rank == 0 else member.receive()
-        delattr(member, end)
-        assert (member.version, member.pending) == (1, 2)
-    else:
-        member.receive()
+    trained, member = after_the_second_version(rank, is_heard=rank == 1)
     for value in trained.values():
         value.zero_()
     assert member.regroup() == 2
@@ -204,17 +210,7 @@ def test_a_version_that_waits_for_commit_is_gone_once_another_one_comes_into_its
 @distributed(world_size=3)
 def test_a_version_that_no_member_has_committed_is_forgotten_by_all(rank):
     """All have received it, but none has heard that all have."""
-    trained = state(1)
-    member = WeightPublisher(trained) if rank == 0 else WeightReceiver()
-    member.publish() if rank == 0 else member.receive()
-    for value in trained.values():
-        value.fill_(2)
-    end = "use" if rank == 0 else "hold"
-    setattr(member, end, lambda version: (_ for _ in ()).throw(ConnectionError("not heard")))
-    with pytest.raises(ConnectionError):
-        member.publish() if rank == 0 else member.receive()
-    delattr(member, end)
-    assert (member.version, member.pending) == (1, 2)
+    _, member = after_the_second_version(rank, is_heard=False)
     assert member.regroup() == 1
     assert (member.version, member.pending) == (1, None)
     assert rank == 0 or assert_same(member.state, state(1)) is None
