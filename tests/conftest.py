@@ -23,6 +23,8 @@ settings.register_profile("easydist", deadline=None, derandomize=True, suppress_
 settings.register_profile("stress", settings.get_profile("easydist"), derandomize=False, max_examples=examples(100))
 settings.load_profile("stress" if IS_STRESS else "easydist")
 
+gc.disable()  # until all tests are loaded, which make millions of objects that stay
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell ignores it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -85,8 +87,8 @@ def pytest_collection_finish(session):
     default_pool()
     any_slow = any(item.get_closest_marker("slow") for item in session.items)
     multiprocessing.set_forkserver_preload(PRELOADED + any_slow * ONLY_SLOW)  # the server starts with the first rank
-    gc.collect()
     gc.freeze()  # torch and the tests themselves are then not scanned again and again
+    gc.enable()
 
 
 def pytest_runtest_setup():

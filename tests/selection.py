@@ -25,7 +25,8 @@ LAUNCHERS = (
 APART = {"ray": RAY, "notebook": ("tests/notebook/",), "launchers": LAUNCHERS}
 """The slow tests with targets of their own, by mark. ``make test`` runs those that a planted fault names."""
 
-_ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
+_ALL_SLOW = re.compile(r"^pytestmark = (MARKS$|\[?\s*pytest\.mark\.slow\b)", re.MULTILINE)
+"""In a file of slow tests only; MARKS are those of Ray's tests."""
 
 NAMED = {name.partition("[")[0] for faults in rooms().values() for one in faults for name in one.tests.split()}
 

@@ -51,23 +51,31 @@ SIZES = (0, 1, 7, 40_001)
 OPS = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG)
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
-_STARTS = 1 << 20
-"""The places at which a sample can start, and the most bytes that one can have."""
+_STARTS, _ALIGNMENT = 1 << 16, 16
+"""The number of places at which a sample can start, and the bytes between them."""
 
 _drawn: list[tuple[torch.dtype, ...]] = [MOVED]
 
 
 def sample(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return different values on every rank, in every dtype: random bits, including NaN payloads and -0.0."""
-    start = (1000 * rank + numel) * 4099 % _STARTS  # an odd factor: another start for each rank and size
-    bits = _noise()[start : start + numel * dtype.itemsize].clone()
+    return wanted(rank, numel, dtype).clone()
+
+
+@functools.cache
+def wanted(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a sample to compare results with, which is not to be written: the next call returns it again."""
+    start = (1000 * rank + numel) * 4099 % _STARTS * _ALIGNMENT  # an odd factor: another start for each rank and size
+    bits = _noise()[start : start + numel * dtype.itemsize]
     return (bits % 2).bool() if dtype is torch.bool else bits.view(dtype)
 
 
 @functools.cache
 def _noise() -> torch.Tensor:
     """Return random bytes, of which samples are parts: to draw each of them would take most of the test's time."""
-    return torch.randint(0, 256, (2 * _STARTS,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return torch.randint(
+        0, 256, (2 * _STARTS * _ALIGNMENT,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
 
 
 def small(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from easydist.testing import reductions, variants
-from easydist.testing.cases import MOVED, SIZES, cases, drawing, expect, sample, uneven
+from easydist.testing.cases import MOVED, SIZES, cases, drawing, expect, sample, uneven, wanted
 from easydist.testing.pool import default_pool
 from easydist.transport.comm import Collectives
 from easydist.transport.reduce_op import ReduceOp
@@ -94,7 +94,7 @@ def _all_gather(comm: Collectives) -> None:
     for dtype, numel in cases():
         output = torch.empty(comm.get_size() * numel, dtype=dtype)
         comm.all_gather_single(output, sample(comm.get_rank(), numel, dtype), async_op=False)
-        want = torch.cat([sample(r, numel, dtype).view(torch.uint8) for r in range(comm.get_size())]).view(dtype)
+        want = torch.cat([wanted(r, numel, dtype).view(torch.uint8) for r in range(comm.get_size())]).view(dtype)
         expect(output, want, "all_gather_single", dtype, numel)
 
 
@@ -103,7 +103,7 @@ def _all_gather_v(comm: Collectives) -> None:
         outputs = [torch.empty(uneven(r, numel), dtype=dtype) for r in range(comm.get_size())]
         comm.all_gather_v(outputs, sample(comm.get_rank(), uneven(comm.get_rank(), numel), dtype), async_op=False)
         for r, output in enumerate(outputs):
-            expect(output, sample(r, uneven(r, numel), dtype), "all_gather_v", dtype, numel, "from", r)
+            expect(output, wanted(r, uneven(r, numel), dtype), "all_gather_v", dtype, numel, "from", r)
 
 
 def _all_gather_parts(comm: Collectives) -> None:
@@ -113,7 +113,7 @@ def _all_gather_parts(comm: Collectives) -> None:
         outputs = [[torch.empty(lengths[r][i], dtype=dtype) for r in range(size)] for i in range(3)]
         comm.all_gather_parts(outputs, [sample(rank + i, lengths[rank][i], dtype) for i in range(3)], async_op=False)
         for i, r in itertools.product(range(3), range(size)):
-            expect(outputs[i][r], sample(r + i, lengths[r][i], dtype), "all_gather_parts", dtype, numel, "from", r, i)
+            expect(outputs[i][r], wanted(r + i, lengths[r][i], dtype), "all_gather_parts", dtype, numel, "from", r, i)
 
 
 def _all_gather_upto(comm: Collectives) -> None:
@@ -124,7 +124,7 @@ def _all_gather_upto(comm: Collectives) -> None:
         rows[rank, : len(mine)] = mine
         comm.all_gather_upto(rows, len(mine), async_op=False)
         for r in range(size):
-            want = sample(r, uneven(r, numel), torch.uint8)
+            want = wanted(r, uneven(r, numel), torch.uint8)
             expect(rows[r, : len(want)], want, "all_gather_upto", numel, "from", r)
 
 
@@ -136,7 +136,7 @@ def _all_to_all(comm: Collectives) -> None:
         comm.all_to_all(outputs, inputs, async_op=False)
         for r, output in enumerate(outputs):
             expect(
-                output, sample(100 * r + rank, uneven(r + rank, numel), dtype), "all_to_all", dtype, numel, "from", r
+                output, wanted(100 * r + rank, uneven(r + rank, numel), dtype), "all_to_all", dtype, numel, "from", r
             )
 
 
@@ -144,7 +144,7 @@ def _broadcast(comm: Collectives) -> None:
     for (dtype, numel), root in itertools.product(cases(), range(comm.get_size())):
         tensor = sample(comm.get_rank(), numel, dtype)
         comm.broadcast(tensor, root, async_op=False)
-        expect(tensor, sample(root, numel, dtype), "broadcast", dtype, numel, "root", root)
+        expect(tensor, wanted(root, numel, dtype), "broadcast", dtype, numel, "root", root)
 
 
 def _broadcast_parts(comm: Collectives) -> None:
@@ -152,7 +152,7 @@ def _broadcast_parts(comm: Collectives) -> None:
         tensors = [sample(comm.get_rank() + i, n, dtype) for i, n in enumerate((numel, 0, 3, numel))]
         comm.broadcast_parts(tensors, root, async_op=False)
         for i, tensor in enumerate(tensors):
-            expect(tensor, sample(root + i, len(tensor), dtype), "broadcast_parts", dtype, numel, "root", root, i)
+            expect(tensor, wanted(root + i, len(tensor), dtype), "broadcast_parts", dtype, numel, "root", root, i)
 
 
 def _multicast(comm: Collectives) -> None:
@@ -163,7 +163,7 @@ def _multicast(comm: Collectives) -> None:
             tensor = sample(rank, numel, dtype)
             comm.multicast(tensor, root, ranks, async_op=False)
             if rank in (root, *ranks):
-                expect(tensor, sample(root, numel, dtype), "multicast", dtype, numel, "root", root, "ranks", ranks)
+                expect(tensor, wanted(root, numel, dtype), "multicast", dtype, numel, "root", root, "ranks", ranks)
 
 
 def _gather(comm: Collectives) -> None:
@@ -172,7 +172,7 @@ def _gather(comm: Collectives) -> None:
         outputs = [torch.empty(uneven(r, numel), dtype=dtype) for r in range(size)] if rank == root else []
         comm.gather(outputs, sample(rank, uneven(rank, numel), dtype), root, async_op=False)
         for r, output in enumerate(outputs):
-            expect(output, sample(r, uneven(r, numel), dtype), "gather", dtype, numel, "root", root, "from", r)
+            expect(output, wanted(r, uneven(r, numel), dtype), "gather", dtype, numel, "root", root, "from", r)
 
 
 def _scatter(comm: Collectives) -> None:
@@ -181,7 +181,7 @@ def _scatter(comm: Collectives) -> None:
         inputs = [sample(100 * root + r, uneven(r, numel), dtype) for r in range(size)] if rank == root else []
         output = torch.empty(uneven(rank, numel), dtype=dtype)
         comm.scatter(output, inputs, root, async_op=False)
-        expect(output, sample(100 * root + rank, uneven(rank, numel), dtype), "scatter", dtype, numel, "root", root)
+        expect(output, wanted(100 * root + rank, uneven(rank, numel), dtype), "scatter", dtype, numel, "root", root)
 
 
 def _send(comm: Collectives) -> None:
@@ -194,7 +194,7 @@ def _send(comm: Collectives) -> None:
         recv = functools.partial(comm.recv, output, last, async_op=False)
         for step in (send, recv) if rank % 2 == 0 else (recv, send):
             step()
-        expect(output, sample(last, uneven(last, numel), dtype), "send", dtype, numel, "from", last)
+        expect(output, wanted(last, uneven(last, numel), dtype), "send", dtype, numel, "from", last)
 
 
 def _sends_in_flight(comm: Collectives) -> None:

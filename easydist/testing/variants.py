@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from easydist.testing import reductions
-from easydist.testing.cases import cases, expect, sample, small
+from easydist.testing.cases import cases, expect, sample, small, wanted
 from easydist.transport.comm import Collectives
 from easydist.transport.reduce_op import ReduceOp
 from easydist.transport.work import TorchWork
@@ -26,7 +26,7 @@ def singles(comm: Collectives) -> None:
         output, mine = torch.empty(size * numel, dtype=dtype), sample(rank, numel, dtype)
         comm.gather_single(output, mine, root, async_op=False)
         if rank == root:
-            expect(output, _flat([sample(r, numel, dtype) for r in range(size)]), "gather_single", dtype, numel)
+            expect(output, _flat([wanted(r, numel, dtype) for r in range(size)]), "gather_single", dtype, numel)
     for dtype, numel in cases():
         inputs = [[sample(100 * s + r, numel, dtype) for r in range(size)] for s in range(size)]
         output, want = torch.empty(size * numel, dtype=dtype), _flat([row[rank] for row in inputs])
@@ -56,7 +56,7 @@ def lists(comm: Collectives) -> None:
         outputs = [torch.empty(numel, dtype=dtype) for _ in range(size)]
         comm.all_gather(outputs, sample(rank, numel, dtype), async_op=False)
         for r, output in enumerate(outputs):
-            expect(output, sample(r, numel, dtype), "all_gather", dtype, numel, "from", r)
+            expect(output, wanted(r, numel, dtype), "all_gather", dtype, numel, "from", r)
     lengths = [(r + 1) % 3 for r in range(size)]
     output = torch.empty(lengths[rank])
     comm.reduce_scatter_v(output, [torch.full((n,), 1.0 + rank) for n in lengths], ReduceOp.SUM, async_op=False)
@@ -77,7 +77,7 @@ def batches(comm: Any) -> None:
         for async_op in (False, True):
             batch.issue(async_op).wait()
             for (i, r), output in outputs.items():
-                expect(output, sample(100 * r + 10 * rank + i, numel, dtype), "batch", dtype, numel, "from", r)
+                expect(output, wanted(100 * r + 10 * rank + i, numel, dtype), "batch", dtype, numel, "from", r)
                 output.zero_()
 
 

@@ -54,7 +54,7 @@ MUTANTS = [
     ),
     Mutant(
         "testing/cases.py",
-        "sample",
+        "wanted",
         "(1000 * rank + numel) * 4099",
         "numel * 4099",
         "tests/testing/test_broken_communicators.py::test_the_battery_catches_a_broken_one",
