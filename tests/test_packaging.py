@@ -2,8 +2,10 @@
 
 import configparser
 import importlib.metadata
+import os
 import re
 import shutil
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -62,6 +64,40 @@ def test_the_version_is_written_once_and_the_name_of_the_distribution_only_in_se
     monkeypatch.setattr(importlib.metadata, "version", lambda name: of("torch" if name == "torch" else "not installed"))
     assert easydist.__version__ in CliRunner().invoke(main, ["--version"], catch_exceptions=False).output
     assert environment()["versions"]["easydist"] == easydist.__version__
+
+
+@pytest.mark.parametrize(
+    ("version", "unreleased", "error"),
+    [
+        ("0.1.0.dev0", "", None),
+        ("0.1.0", "<!-- how to add a line -->", None),
+        ("0.2.0", "", "CHANGELOG.md has no section '## [0.2.0] - YYYY-MM-DD' for version 0.2.0"),
+        (
+            "0.1.0",
+            "### Fixed\n\n- a line",
+            "CHANGELOG.md has changes under Unreleased: move them to the section of 0.1.0",
+        ),
+    ],
+)
+def test_a_release_needs_a_dated_section_with_all_changes(tmp_path, version, unreleased, error):
+    for name, text in {
+        "easydist/base/version.py": f'VERSION = "{version}"\n',
+        "CHANGELOG.md": f"# Changelog\n\n## [Unreleased]\n\n{unreleased}\n\n## [0.1.0] - 2026-11-29\n\n- a line\n",
+        ".ci/release": (ROOT / ".ci" / "release").read_text(),
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    env = {"PATH": os.environ["PATH"], "BIN": "no such folder"}  # ends it after these checks
+    done = subprocess.run(["bash", tmp_path / ".ci" / "release"], env=env, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert (error or "no such folder") in done.stderr
+
+
+def test_the_changelog_is_ready_for_a_release():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading) for heading in headings[1:])
 
 
 def test_every_requirement_is_used():
