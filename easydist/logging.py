@@ -72,7 +72,14 @@ class MultiProcessAdapter(_Adapter):
                 self.logger.log(level, msg, *args, stacklevel=stacklevel + 1, **kwargs)  # this frame is one more
 
     def warning_once(self, msg: object, *args: object, stacklevel: int = 1, **kwargs: Any) -> None:
-        """Write a warning, unless this logger has written the same one before."""
+        """Write a warning, unless this logger has written the same one before.
+
+        Args:
+            msg: The message, with ``%`` for each of ``args``.
+            *args: The values in the message; the same message with other values is another one.
+            stacklevel: The frame whose line is logged: 1 is the caller.
+            **kwargs: The other arguments of ``log``.
+        """
         seen = self.__dict__.setdefault("_seen", set())
         if (message := (str(msg), *map(repr, args))) not in seen:
             seen.add(message)

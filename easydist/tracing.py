@@ -76,7 +76,11 @@ class TracedCall(NamedTuple):
         return self.waited_by(self.rank) if self.came else None
 
     def waited_by(self, rank: int) -> int:
-        """Return the nanoseconds that a rank waited for the last one, as far as the clocks of several hosts agree."""
+        """Return the nanoseconds that a rank waited for the last one, as far as the clocks of several hosts agree.
+
+        Args:
+            rank: A rank of the call's group.
+        """
         came = self.came[rank]
         return max(0, min(max(self.came), self.end) - came)
 

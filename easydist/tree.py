@@ -54,6 +54,9 @@ def is_leaf(value: object) -> bool:
     Example:
         >>> is_leaf(torch.ones(2)), is_leaf(3.5), is_leaf("three"), is_leaf([1])
         (True, True, False, False)
+
+    Args:
+        value: Any value.
     """
     return type(value) is torch.Tensor or (isinstance(value, _LEAVES) and not isinstance(value, enum.Enum))
 
@@ -67,12 +70,19 @@ def is_container(data: object) -> bool:
     Example:
         >>> is_container([]), is_container("text"), is_container(torch.ones(1))
         (True, False, False)
+
+    Args:
+        data: Any value.
     """
     return _container_of(data) is not None
 
 
 def is_registered(data: object) -> bool:
-    """True if the class of ``data`` is registered with ``torch.utils._pytree``."""
+    """True if the class of ``data`` is registered with ``torch.utils._pytree``.
+
+    Args:
+        data: Any value.
+    """
     return type(data) in NODES
 
 
@@ -83,6 +93,9 @@ def is_namedtuple(data: object) -> bool:
         >>> from collections import namedtuple
         >>> is_namedtuple(namedtuple("Point", "x y")(1, 2)), is_namedtuple((1, 2))
         (True, False)
+
+    Args:
+        data: Any value.
     """
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
@@ -346,6 +359,10 @@ def listed(paths: list[str], plain: list[tuple[str, Any]]) -> Spec:
     Example:
         >>> listed(["['x']", "['y'].rows"], []).rebuild([1, 2])
         [1, 2]
+
+    Args:
+        paths: The paths of the leaves.
+        plain: The paths and values of the structure that are compared.
     """
     return _spec(paths, (_LIST.close, None, slice(0, len(paths))), plain)
 
@@ -424,6 +441,9 @@ def leaves(data: Tree) -> Iterator[Any]:
     Example:
         >>> list(leaves({"a": 1, "b": [2, "x"]}))
         [1, 2]
+
+    Args:
+        data: The tree.
     """
     return iter(flatten(data)[0])
 
@@ -432,6 +452,12 @@ def map(
     fn: Callable[[Any], Any], data: Tree, is_leaf: Callable[[Any], bool] = is_leaf, skip: Set[str] = frozenset()
 ) -> Tree:
     """Return the tree with ``fn(leaf)`` in place of every leaf; ``is_leaf`` and ``skip`` are those of ``flatten``.
+
+    Args:
+        fn: Takes a leaf, and returns the value in its place.
+        data: The tree.
+        is_leaf: Returns True for a leaf.
+        skip: Steps of a path whose values are not opened.
 
     Raises:
         TypeError: ``fn`` cannot be called: it may be the tree.

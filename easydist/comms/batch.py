@@ -102,6 +102,9 @@ class BatchSendRecv:
             async_op: Return at once.
             options: Hints and time limit.
 
+        Returns:
+            The work of all messages.
+
         Raises:
             RuntimeError: The batch is empty, or a message does not fit.
         """

@@ -159,6 +159,9 @@ class TorchComm(Collectives):
 
         Args:
             hook: The function.
+
+        Returns:
+            A handle; its ``remove``, or the end of a ``with`` block, ends the calls.
         """
         return self._operations.hooks.add(self._operations.hooks.before, hook)
 
@@ -167,6 +170,9 @@ class TorchComm(Collectives):
 
         Args:
             hook: The function.
+
+        Returns:
+            A handle; its ``remove``, or the end of a ``with`` block, ends the calls.
         """
         return self._operations.hooks.add(self._operations.hooks.after, hook)
 
@@ -175,6 +181,9 @@ class TorchComm(Collectives):
 
         Args:
             hook: The function.
+
+        Returns:
+            A handle; its ``remove``, or the end of a ``with`` block, ends the calls.
         """
         return self._operations.hooks.add(self._operations.hooks.failed, hook)
 

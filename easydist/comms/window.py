@@ -166,6 +166,9 @@ class TorchCommWindow(_Window):
             target_disp: The offset, in elements of the tensor's dtype.
             async_op: Makes no difference.
 
+        Returns:
+            The work, which has ended.
+
         Raises:
             RuntimeError: The tensor does not fit into the window, or there is no such rank.
         """
@@ -181,6 +184,9 @@ class TorchCommWindow(_Window):
             signal_val: A signed number of 64 bits.
             dst_rank: The owner of the slot.
             async_op: Makes no difference.
+
+        Returns:
+            The work, which has ended.
 
         Raises:
             RuntimeError: There is no such slot or rank, or the number is too large.
@@ -201,6 +207,9 @@ class TorchCommWindow(_Window):
             signal_val: The value to compare with.
             cmp_op: The condition: ``slot == signal_val``, ``>=`` or ``<=``.
             async_op: Return at once.
+
+        Returns:
+            The work, which ends when the condition holds.
 
         Raises:
             TypeError: ``cmp_op`` is not a ``SignalCmpOp``.
@@ -298,6 +307,9 @@ class RegisteredWindow(_Window):
             dst_rank: The owner of the memory.
             target_offset_nelems: The offset, in elements of the tensor's dtype.
             async_op: Makes no difference.
+
+        Returns:
+            The work, which has ended.
         """
         return self._put(tensor, self._comm.checks.rank("dst_rank", dst_rank), operator.index(target_offset_nelems))
 
@@ -307,6 +319,9 @@ class RegisteredWindow(_Window):
         Args:
             peer_rank: The rank to signal.
             async_op: Makes no difference.
+
+        Returns:
+            The work, which has ended.
         """
         rank = self._comm.checks.rank("peer_rank", peer_rank)
         regions = self._open()
@@ -320,6 +335,9 @@ class RegisteredWindow(_Window):
         Args:
             peer_rank: The sender.
             async_op: Return at once.
+
+        Returns:
+            The work, which ends with the signal.
 
         Raises:
             RuntimeError: There is no such rank, or the communicator's time limit has passed (CommTimeout), or the

@@ -25,6 +25,9 @@ def convert_to_fp32(tensor: T) -> T:
     Example:
         >>> convert_to_fp32({"x": torch.ones(1, dtype=torch.bfloat16), "n": 1})
         {'x': tensor([1.]), 'n': 1}
+
+    Args:
+        tensor: The tree.
     """
 
     def is_half(value: Any) -> bool:

@@ -112,6 +112,10 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     Example:
         >>> honor_type((1, 2), (x * 10 for x in (1, 2)))
         (10, 20)
+
+    Args:
+        obj: The container whose type counts.
+        generator: The values.
     """
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
@@ -216,6 +220,9 @@ def get_data_structure(data: Tree) -> Tree:
     Example:
         >>> get_data_structure({"a": torch.zeros(2, 3)})["a"].shape
         torch.Size([2, 3])
+
+    Args:
+        data: The tree.
     """
     known: dict[int, TensorInformation] = {}
 
@@ -263,6 +270,9 @@ def find_batch_size(data: Tree) -> int | None:
     Example:
         >>> find_batch_size({"text": "abc", "x": torch.zeros(4, 2)})
         4
+
+    Args:
+        data: The tree.
     """
     return next((len(value) for value in tree.leaves(data) if _is_array_leaf(value) and value.ndim), None)
 
@@ -295,6 +305,9 @@ def listify(data: Tree) -> Tree:
     Example:
         >>> listify({"x": torch.tensor([1.5, 2.0])})
         {'x': [1.5, 2.0]}
+
+    Args:
+        data: The tree.
     """
 
     def listed(value: Any) -> Any:
@@ -407,6 +420,9 @@ def pad_input_tensors(tensor: T, batch_size: int, num_processes: int, dim: int =
     Example:
         >>> pad_input_tensors(torch.ones(3, 4), 3, 2).shape
         torch.Size([4, 4])
+
+    Returns:
+        The tree with the longer tensors; the others are the same.
     """
     missing, dim = -batch_size % num_processes, dimension(dim)
 

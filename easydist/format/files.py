@@ -267,6 +267,9 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     This is the ``metadata`` that was passed to ``save``, or that another writer put into the file. If ``save`` named
     the tensors other than by their paths, it has added ``format``, and the stored name for each tied one.
 
+    Args:
+        path: The file.
+
     Raises:
         WireError: The file is not a valid safetensors file.
         OSError: The file cannot be read.

@@ -123,7 +123,11 @@ class Header:
         return [f"{_shown(key)}: {_shown(text)}" for key, text in self.metadata.items()]
 
     def tensors(self, buffer: bytearray | memoryview | Any) -> dict[str, torch.Tensor]:
-        """Return the tensors by name. They share the memory of the writable ``buffer``, except for unaligned ones."""
+        """Return the tensors by name. They share the memory of the writable ``buffer``, except for unaligned ones.
+
+        Args:
+            buffer: All bytes of the file or message.
+        """
         return {entry.name: _tensor(buffer, entry, self.nbytes + entry.start) for entry in self.entries}
 
 

@@ -44,7 +44,11 @@ class Collate:
         return self.collate_fn(samples) if samples else self.without_rows(self.dataset[0])
 
     def without_rows(self, sample: Any) -> Any:
-        """Make a batch of no rows, given one sample."""
+        """Make a batch of no rows, given one sample.
+
+        Args:
+            sample: Any sample of the dataset.
+        """
         return _less(self.collate_fn([sample]), self.collate_fn([sample, sample]), "")
 
 

@@ -90,11 +90,20 @@ class DistributedBatchSampler(Sampler[list[int]]):
         return ProcessState().num_processes if self._world_size is None else self._world_size
 
     def among(self, rank: int, world_size: int) -> None:
-        """Distribute the samples of the next epoch among other ranks."""
+        """Distribute the samples of the next epoch among other ranks.
+
+        Args:
+            rank: The rank that gets the batches.
+            world_size: The number of ranks.
+        """
         self._rank, self._world_size = rank, world_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch, the same on all ranks. A different epoch starts at its first sample."""
+        """Choose the order of an epoch, the same on all ranks. A different epoch starts at its first sample.
+
+        Args:
+            epoch: The number of the epoch, from 0.
+        """
         if epoch != self.epoch:
             self.epoch, self.start = index(epoch), 0
 

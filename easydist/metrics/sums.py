@@ -42,7 +42,11 @@ class Metric(ABC):
 
     @abstractmethod
     def merged(self, states: list[Any]) -> Any:
-        """Return the combined value of the states of all ranks, in rank order."""
+        """Return the combined value of the states of all ranks, in rank order.
+
+        Args:
+            states: What ``state`` returned on each rank.
+        """
 
 
 class Sums(Metric):

@@ -52,7 +52,12 @@ class RankLostError(_Short, PeerLostError):
 
     @classmethod
     def of(cls, text: str, process: RankHandle) -> RankLostError:
-        """Return the error for the loss of a rank."""
+        """Return the error for the loss of a rank.
+
+        Args:
+            text: The text of the error.
+            process: The rank.
+        """
         error = cls(text)
         error.rank, error.pid, error.exit_status = process.rank, process.pid, process.status()
         error.host = process.host

@@ -28,6 +28,9 @@ def start(n: int | None = None, *, on: Literal["ray"] | Ranks | None = None, **o
             ``run`` and ``restart`` raise an error. Stopping the cluster does not end them.
         **options: Keyword arguments of ``easydist.ray.Ranks``, such as ``resources={"GPU": 1}``, for ranks on Ray.
 
+    Returns:
+        The cluster, with which a program runs cells and functions on the ranks.
+
     Raises:
         ImportError: Packages of the extra ``notebook`` are missing, or Ray is.
         ValueError: ``n`` is less than 1, or not the number of the existing ranks; or ``on`` is no valid place.

@@ -146,7 +146,13 @@ def ensure_model_parallel_initialized(
 
 
 def init_world_group(ranks: list[int], local_rank: int, backend: str) -> GroupCoordinator:
-    """Return a coordinator of these ranks of the world; all of them call it."""
+    """Return a coordinator of these ranks of the world; all of them call it.
+
+    Args:
+        ranks: The ranks.
+        local_rank: The rank on its node.
+        backend: The backend of the group.
+    """
     return GroupCoordinator([ranks], local_rank, backend, use_device_communicator=False, group_name="world")
 
 
@@ -159,7 +165,7 @@ def init_model_parallel_group(
     use_device_communicator: bool = True,
     use_all2all: bool = False,
 ) -> GroupCoordinator:
-    """Return a ``GroupCoordinator`` with these arguments, whose order is another one."""
+    """Call ``GroupCoordinator`` with these arguments, whose order there is another one, and return it."""
     queues = use_message_queue_broadcaster
     return GroupCoordinator(group_ranks, local_rank, backend, use_device_communicator, queues, group_name, use_all2all)
 
@@ -222,7 +228,11 @@ def get_dcp_group() -> GroupCoordinator:
 
 
 def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
-    """Return the size of ``get_dcp_group()`` and this rank's position; ``(1, 0)`` without the group or if disabled."""
+    """Return the size of ``get_dcp_group()`` and this rank's position; ``(1, 0)`` without the group or if disabled.
+
+    Args:
+        enabled: False for ``(1, 0)``.
+    """
     if not enabled or not _exists("dcp"):
         return 1, 0
     return get_dcp_group().world_size, get_dcp_group().rank_in_group

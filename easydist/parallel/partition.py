@@ -13,6 +13,10 @@ _PARTITION = "VLLM_PP_LAYER_PARTITION"
 def ensure_divisibility(numerator: int, denominator: int) -> None:
     """Check that a number is a multiple of another one.
 
+    Args:
+        numerator: The number that has to be a multiple.
+        denominator: The other number.
+
     Raises:
         ValueError: It is not.
     """
@@ -22,6 +26,10 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 def divide(numerator: int, denominator: int) -> int:
     """Return the quotient of two numbers.
+
+    Args:
+        numerator: The number to divide.
+        denominator: The number of parts.
 
     Raises:
         ValueError: The division leaves a remainder.
@@ -66,6 +74,9 @@ def is_weak_contiguous(inp: torch.Tensor) -> bool:
         >>> x = torch.ones(2, 3)
         >>> is_weak_contiguous(x.t()), is_weak_contiguous(x[:, :2])
         (True, False)
+
+    Args:
+        inp: The tensor.
     """
     rest = inp.untyped_storage().nbytes() - inp.storage_offset() * inp.element_size()
     return inp.is_contiguous() or rest == inp.nbytes

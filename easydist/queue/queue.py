@@ -187,7 +187,11 @@ class MessageQueue:
         return codec.decode(end.take(deadline(timeout), indefinite), weights_only=self._handle.weights_only)
 
     def broadcast_object(self, obj: Any = None) -> Any:
-        """Enqueue ``obj`` on the writer, dequeue it on the readers, and return it."""
+        """Enqueue ``obj`` on the writer, dequeue it on the readers, and return it.
+
+        Args:
+            obj: The object; the readers' is ignored.
+        """
         if not self.is_writer:
             return self.dequeue()
         self.enqueue(obj)

@@ -201,6 +201,9 @@ class ProcessState(metaclass=WithAdvice):
     def communicators(self, group: Group = None) -> Communicators:
         """Return the communicators of ``group``; None is the default group, created now if necessary.
 
+        Args:
+            group: A group, as verbs take it.
+
         Raises:
             ValueError: This process is not in the group, or the ``DeviceMesh`` has more than one dimension.
             TypeError: ``group`` is not a group.
@@ -379,15 +382,26 @@ class ProcessState(metaclass=WithAdvice):
             ...     print("ready")
             >>> announce()
             ready
+
+        Args:
+            function: The function.
         """
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorate a function to run on process 0 of each node only."""
+        """Decorate a function to run on process 0 of each node only.
+
+        Args:
+            function: The function, which returns None on the other processes.
+        """
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorate a function to run on the last process only."""
+        """Decorate a function to run on the last process only.
+
+        Args:
+            function: The function, which returns None on the other processes.
+        """
         return self._only(function, lambda: self.is_last_process)
 
     @overload
@@ -455,12 +469,21 @@ class ProcessState(metaclass=WithAdvice):
         yield split(inputs, size, rank, apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process of each node only."""
+        """Print on the main process of each node only.
+
+        Args:
+            *args: The values to print.
+            **kwargs: The options of Python's ``print``.
+        """
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Destroy ``group``, or the default process group, even if easydist did not make it."""
+        """Destroy ``group``, or the default process group, even if easydist did not make it.
+
+        Args:
+            group: A process group; None is the default one.
+        """
         if dist.is_initialized():
             dist.destroy_process_group(group)
 

@@ -134,10 +134,20 @@ class Backend(ABC):
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, dst: int) -> Begun:
-        """Send to another rank, which receives as many bytes; messages never mix with those of collectives."""
+        """Send to another rank, which receives as many bytes; messages never mix with those of collectives.
+
+        Args:
+            tensor: The data, which must not change before the operation has ended.
+            dst: The rank that calls ``recv``.
+        """
 
     def batch(self, sends: Sequence[Addressed], recvs: Sequence[Addressed]) -> Begun:
-        """Run several ``send`` and ``recv`` as one operation: all begin before any is waited for."""
+        """Run several ``send`` and ``recv`` as one operation: all begin before any is waited for.
+
+        Args:
+            sends: Tensors, each with the rank that receives it.
+            recvs: Tensors to be filled, each with the rank that sends it.
+        """
         messages = [self.recv(*recv) for recv in recvs]
         return TorchWork(messages + [self.send(*send) for send in sends])
 

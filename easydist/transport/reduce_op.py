@@ -120,6 +120,9 @@ class ReduceOp:
     def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the values to reduce: for ``PREMUL_SUM``, ``tensor`` times the factor, in new memory; else ``tensor``.
 
+        Args:
+            tensor: The values of this rank.
+
         Raises:
             RuntimeError: The product has another dtype or another shape than ``tensor``.
         """

@@ -96,31 +96,54 @@ class TorchWork:
         self._is_done = self._part is None
 
     def followed_by(self, step: Callable[[], Iterable[Begun]]) -> TorchWork:
-        """Add a step, and return this work: ``step`` runs inside ``wait`` and returns the messages to wait for next."""
+        """Add a step, and return this work: ``step`` runs inside ``wait`` and returns the messages to wait for next.
+
+        Args:
+            step: Is called when the parts before have ended; returns the next ones.
+        """
         if self._is_done:
             self._begin([ENDED])
         self._parts = itertools.chain(self._parts, _of(step))
         return self
 
     def within(self, timeout: timedelta | None) -> TorchWork:
-        """Set the time limit for each message, and return this work; None or zero means the communicator's own."""
+        """Set the time limit for each message, and return this work; None or zero means the communicator's own.
+
+        Args:
+            timeout: The limit.
+        """
         self._timeout = timeout or None
         return self
 
     def on(self, device: torch.device) -> TorchWork:
-        """Return this work, which runs on an accelerator: every ``wait`` makes the current stream wait for it."""
+        """Return this work, which runs on an accelerator: every ``wait`` makes the current stream wait for it.
+
+        Args:
+            device: The accelerator.
+        """
         self._device = device
         return self
 
     def reporting(self, failed: Failed, name: str, limit: timedelta, outputs: Sequence[torch.Tensor] = ()) -> TorchWork:
-        """Return this work; from now on ``failed`` converts an error, and futures return ``outputs``."""
+        """Return this work; from now on ``failed`` converts an error, and futures return ``outputs``.
+
+        Args:
+            failed: Takes the name, the limit and the exception, and returns the one to raise.
+            name: The name of the operation.
+            limit: The time limit of the operation.
+            outputs: The tensors that the operation fills.
+        """
         if self._is_done:
             return self.returning(outputs)
         self._reports, self._outputs = (failed, name, limit), outputs
         return self
 
     def returning(self, outputs: Sequence[torch.Tensor]) -> TorchWork:
-        """Return this work, which has ended; futures return ``outputs``."""
+        """Return this work, which has ended; futures return ``outputs``.
+
+        Args:
+            outputs: The tensors that the operation has filled.
+        """
         self._results = [*map(weakref.ref, outputs)]
         return self
 
@@ -132,7 +155,12 @@ class TorchWork:
         return self
 
     def in_line(self, owner: object, name: Hashable) -> None:
-        """Let a thread complete this work after those that were given to it before; see ``background.in_line``."""
+        """Let a thread complete this work after those that were given to it before; see ``background.in_line``.
+
+        Args:
+            owner: The owner of the works that end in this order, such as a communicator.
+            name: The name of this order among those of its owner.
+        """
         if not self.has_ended:
             in_line(owner, name, self._drive)
 

@@ -164,6 +164,9 @@ def destroy_group(group_name: str = "default") -> None:
     Example:
         >>> import easydist.ray
         >>> easydist.ray.destroy_group("no such group")
+
+    Args:
+        group_name: The name that the group was made with.
     """
     _in_vain.pop(group_name, None)
     if (group := _groups.pop(group_name, None)) is not None:
@@ -172,6 +175,9 @@ def destroy_group(group_name: str = "default") -> None:
 
 def group(group_name: str = "default") -> Collectives:
     """Return the group of that name, for ``group=`` of any verb; for a ``ray.util.collective`` group, a private copy.
+
+    Args:
+        group_name: The name that the group was made with.
 
     Raises:
         ValueError: This process is in no such group.

@@ -63,7 +63,11 @@ class Holder:
         raise NotImplementedError
 
     def room(self, manifest: Manifest) -> Any:
-        """Return the memory for the next version, whose entries are these."""
+        """Return the memory for the next version, whose entries are these.
+
+        Args:
+            manifest: The entries of the next version.
+        """
         return None
 
     def is_sharded(self) -> bool:
@@ -78,7 +82,13 @@ class Holder:
         """Raise if this member cannot hand over entries."""
 
     def has(self, version: int, streams: bool, manifest: Manifest) -> bool:
-        """True if this rank's entries of a version may be kept for the next one, whose entries are these."""
+        """True if this rank's entries of a version may be kept for the next one, whose entries are these.
+
+        Args:
+            version: The version to which the changes of the next one belong.
+            streams: True if the next version is handed over entry by entry.
+            manifest: The entries of the next version.
+        """
         return 0 < version == self.version and streams == self.streams
 
     def begin(self, names: Set[str] | None, streams: bool) -> None:
@@ -90,14 +100,27 @@ class Holder:
         """
 
     def fill(self, room: Any, manifest: Manifest) -> None:
-        """Add the entries of the previous version that have not changed to the version that has arrived in ``room``."""
+        """Add the entries of the previous version that have not changed to the version that has arrived in ``room``.
+
+        Args:
+            room: The memory in which the version has arrived.
+            manifest: The entries of the version.
+        """
 
     def use(self, version: int) -> None:
-        """Start to use the version that has arrived on all members."""
+        """Start to use the version that has arrived on all members.
+
+        Args:
+            version: The number of the version.
+        """
         self.version, self.pending = version, None
 
     def hold(self, version: int) -> None:
-        """Keep the version that has arrived on all members until it is committed; a publisher uses it at once."""
+        """Keep the version that has arrived on all members until it is committed; a publisher uses it at once.
+
+        Args:
+            version: The number of the version.
+        """
         self.use(version)
 
     def forget(self) -> bool:

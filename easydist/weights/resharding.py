@@ -124,7 +124,12 @@ class Resharding:
         run(moving, self._comms, timeout)
 
     def nbytes(self, src: int, dst: int) -> int:
-        """Return the bytes that one ``run`` sends from one rank to another."""
+        """Return the bytes that one ``run`` sends from one rank to another.
+
+        Args:
+            src: The rank that sends.
+            dst: The rank that receives.
+        """
         return sum(
             one.block.numel * self._dtypes[name].itemsize
             for name, transfers in self.transfers.items()

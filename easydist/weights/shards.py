@@ -27,6 +27,11 @@ class LocalShard(_Shard):
 
     The parts of several ranks may be equal, but they must not overlap in part.
 
+    Args:
+        tensor: The part.
+        start: The index in the whole tensor of the part's first element, one number for each dimension.
+        shape: The shape of the whole tensor.
+
     Raises:
         TypeError: It is no tensor, or the others are not integers.
 

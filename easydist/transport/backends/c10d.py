@@ -148,6 +148,11 @@ _FACTOR, _PRIME = 1_000_003, 536_870_909
 class Gloo(Pairwise):
     """The backend for tensors on the CPU over a gloo group.
 
+    Args:
+        group: The process group.
+        device: The device of the tensors.
+        name: The name of the backend.
+
     Attributes:
         monitor: The monitor, which finds out why a connection broke; None if the group has none.
         log: The last described operations.
@@ -365,7 +370,12 @@ class Gloo(Pairwise):
         return rounds.can_fold(tensor.dtype, op) and self._is_doubled(tensor.nbytes * self.size)
 
     def reduces_whole(self, tensor: torch.Tensor, op: ReduceOp) -> bool:
-        """True if every rank reduces all of the data, because it is small, instead of a chunk of it."""
+        """True if every rank reduces all of the data, because it is small, instead of a chunk of it.
+
+        Args:
+            tensor: The data of this rank.
+            op: The reduction.
+        """
         nbytes = tensor.nbytes * self.size
         at_once = _REDUCED_DOUBLED if self._is_doubled(nbytes) else _REDUCED_AT_ONCE
         return nbytes <= at_once or self._folds(tensor, op)

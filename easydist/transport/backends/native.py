@@ -52,7 +52,13 @@ _ONE_GPU = (
 
 
 class Native(Pairwise):
-    """The backend for tensors on the device of a group with good collectives of its own."""
+    """The backend for tensors on the device of a group with good collectives of its own.
+
+    Args:
+        group: The process group.
+        device: The device of the tensors.
+        name: The name of the backend.
+    """
 
     _share_a_gpu = False
 

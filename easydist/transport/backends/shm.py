@@ -236,13 +236,21 @@ class Shm(Backend):
         return kind if self.call is OWN else kind | DTYPE_CODES[tensor.dtype]
 
     def mailbox(self, peer: int) -> Mailbox:
-        """Return the mailbox for short messages to and from another rank; they never mix with other messages."""
+        """Return the mailbox for short messages to and from another rank; they never mix with other messages.
+
+        Args:
+            peer: The other rank.
+        """
         if peer not in self._mailboxes:
             self._mailboxes[peer] = Mailbox(self._steps.slots, self._streams, peer)
         return self._mailboxes[peer]
 
     def bystanders(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of the ranks that have begun as many collectives as this one, but wait for nothing."""
+        """Return those of the ranks that have begun as many collectives as this one, but wait for nothing.
+
+        Args:
+            ranks: The ranks to look at.
+        """
         slots: Slots | None = getattr(self._steps, "slots", None)  # not once it is closed
         return [] if slots is None else slots.bystanders(ranks, self._begun)
 

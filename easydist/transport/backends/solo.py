@@ -19,6 +19,9 @@ class Solo(Backend):
         >>> from easydist.comms import Solo, TorchComm
         >>> TorchComm(Solo()).get_size()
         1
+
+    Args:
+        device: The device of the tensors; the CPU by default.
     """
 
     name = "solo"
