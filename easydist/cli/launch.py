@@ -172,7 +172,7 @@ def _check_values(args: argparse.Namespace) -> None:
         logging.disable(logging.NOTSET)
     if args.rdzv_backend == "static" and not (args.rdzv_endpoint or args.master_addr):  # torchrun waits in silence
         raise click.UsageError(
-            f"--nnodes {args.nnodes}: say on each machine where they meet: --rdzv-backend c10d --rdzv-endpoint "
+            f"--nnodes {args.nnodes}: name the rendezvous on each machine: --rdzv-backend c10d --rdzv-endpoint "
             "HOST:PORT, or --node-rank N --master-addr HOST, with the host of node 0"
         )
     least = {"-n": config.nproc_per_node >= 1, "--monitor-interval": config.monitor_interval > 0}

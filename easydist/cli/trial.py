@@ -54,11 +54,12 @@ def meet(world: World, seconds: float) -> Finding:
             "MASTER_ADDR must be a name or address of the host of rank 0 that all hosts know, and MASTER_PORT a free "
             "port that no firewall blocks. Rank 0 must be running."
         )
-        return Finding("meeting", "fault", said, advice)
+        return Finding("rendezvous", "fault", said, advice)
     if missing := _missing(store, world, limit):
         ranks = ", ".join(map(str, missing))
         said = f"{len(missing)} of {world.size} ranks did not reach {where} within {seconds:.0f} s: {ranks}"
-        return Finding("meeting", "fault", said, "Start them, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE.")
+        advice = "Start them, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE."
+        return Finding("rendezvous", "fault", said, advice)
     return _connect(world, store, limit)
 
 
@@ -81,9 +82,9 @@ def _connect(world: World, store: Store, limit: timedelta) -> Finding:
             "Hosts need an open port for each pair of ranks; GLOO_SOCKET_IFNAME names the network interface between "
             "them."
         )
-        return Finding("meeting", "fault", f"rank {world.rank} cannot connect ({_first_line(error)})", advice)
+        return Finding("rendezvous", "fault", f"rank {world.rank} cannot connect ({_first_line(error)})", advice)
     return Finding(
-        "meeting", "ok", f"{world.size} ranks met at {world.address}:{world.port}, and communicate over {backend}"
+        "rendezvous", "ok", f"{world.size} ranks at {world.address}:{world.port}, which communicate over {backend}"
     )
 
 

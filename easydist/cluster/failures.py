@@ -16,7 +16,7 @@ from easydist.liveness import texts
 if TYPE_CHECKING:
     from easydist.cluster.world import Outcome
 
-_KEPT = "The ranks keep their variables. In the next run() they meet in a new world: wrap models in DDP again."
+_KEPT = "The ranks keep their variables. The next run() connects them in a new world: wrap models in DDP again."
 _BECAUSE_OF_OTHERS = re.compile(r"RemoteError|PeerLostError|RuntimeError: .*gloo/transport")
 
 

@@ -226,7 +226,7 @@ class Ranks:
         return self._lose(rank, answer) if isinstance(answer, Exception) else answer
 
     def _look(self, answers: Mapping[int, Outcome | PeerLostError]) -> None:
-        """Let ranks that have returned see whether others wait for them in vain."""
+        """Let ranks that have returned see whether others still wait for them."""
         for rank, one in answers.items():
             if isinstance(one, Outcome) and not one.raised:
                 self._actors[rank].part_if_awaited.remote()

@@ -141,7 +141,7 @@ def _packed(result: Any) -> bytes:
 
 
 def _give_up(raised: str) -> None:
-    """Leave the world, so that ranks that wait for this one do not wait in vain."""
+    """Leave the world, so that ranks that wait for this one hear of it."""
     with contextlib.suppress(Exception):  # only the error of the function counts
         _part(ProcessState().communicators(), "failed", f"\n  {raised}")
     with contextlib.suppress(Exception):

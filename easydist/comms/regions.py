@@ -36,10 +36,10 @@ _WAITS = 32
 class SignalWait:
     """One wait of this rank for a signal that any rank may send, as the other ranks see it.
 
-    Once a rank has ended, all others may wait in vain.
+    Once a rank has ended, all others may wait for a signal that never comes.
 
-    In shared memory each rank has two numbers: which of its waits it is in, and how often it has looked in vain there
-    (0 outside of a wait); and the last wait that another rank has found to be in vain.
+    In shared memory each rank has two numbers: which of its waits it is in, and how often it has looked there without
+    success (0 outside of a wait); and the last wait that another rank has found to be hopeless.
 
     Args:
         numbers: The two numbers of each rank.

@@ -164,7 +164,7 @@ def gloo_beside(group: dist.ProcessGroup, store: Store, timeout: float, monitor:
         group: A group that this process belongs to.
         store: The store in which the members connect; no other group uses it.
         timeout: Seconds that connecting may take, and each wait of the new connections.
-        monitor: The group's monitor, which ends connecting if it is in vain.
+        monitor: The group's monitor, which ends connecting if it cannot succeed.
     """
     gloo = gloo_connections(store, group.rank(), group.size(), timedelta(seconds=timeout), monitor)
     return Gloo(gloo, torch.device("cpu"), "gloo")

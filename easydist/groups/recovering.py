@@ -98,7 +98,7 @@ class Attempt:
         store: The store of this attempt alone; it lives as long as the group.
         deadline: The time (``time.monotonic``) at which the attempt is given up.
         check: A function to call again and again while waiting for a member; it raises ``EasydistError`` once the
-            attempt is in vain, because a member has ended or given it up.
+            attempt cannot succeed, because a member has ended or given it up.
     """
 
     number: int

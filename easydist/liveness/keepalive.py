@@ -1,4 +1,4 @@
-"""Connections to hosts that do not answer any more are ended, so no rank has to send signs of life.
+"""End connections to hosts that no longer answer, so that no rank has to send heartbeats.
 
 A host that loses its power or its network sends nothing, not even the end of its connections, so whoever waits for it
 would wait until its time is over. The kernels of both sides know better, and they answer for processes that are stopped

@@ -137,7 +137,7 @@ class Monitor(GroupStatus):
     def waits_for(self, message: MessageWait) -> None:
         """Let the others see for which message this rank waits, unless the call has a limit of its own.
 
-        Such a call may well be meant to end in vain, after which this rank comes to the others' call.
+        Such a call may well be meant to time out, after which this rank comes to the others' call.
         """
         if not self._is_limit_given:
             self.crossing.show(message)

@@ -75,7 +75,7 @@ class GroupProtocol(CallProtocol):
             elif behind := _behind(others | {self.rank: told}):
                 yield Step(Do.GIVE_UP if self.rank in behind else Do.PAUSE)
                 others |= dict.fromkeys(behind, NOTHING)
-            elif self._looks:  # a rank has ended: connecting would be in vain, and the next look says so
+            elif self._looks:  # a rank has ended: connecting would fail, and the next look says so
                 yield Step(Do.PAUSE)
             else:
                 yield Step(Do.LISTEN)
@@ -112,8 +112,8 @@ class GroupProtocol(CallProtocol):
     def connect_limit(self, now: float) -> float:
         """Return the seconds that connecting may take; it takes almost none unless a rank has left again.
 
-        A rank that connects in vain hears nothing meanwhile. With all its time it would come to the next call only
-        when the others, whose limit is the same, give that one up in turn. So it takes half.
+        A rank whose attempt to connect fails hears nothing meanwhile. With all its time it would come to the next call
+        only when the others, whose limit is the same, give that one up in turn. So it takes half.
         """
         return min(max((self._ends_at - now) / 2, SHORTEST), CONNECTED)
 

@@ -32,7 +32,7 @@ NOT_IN_TIME = float("inf")
 _NONE: Mapping[int, int] = MappingProxyType({})
 
 _LOOKS, _LOOKS_OF_TWO = 2, 5
-"""The looks at a rank that has ended, or left, until its wait is in vain; the second is for calls of two ranks."""
+"""The looks at a rank that has ended, or left, until the wait is hopeless; the second is for calls of two ranks."""
 
 Explaining = Generator[float, tuple[float, bool, Iterable[Heard]], Cause]
 """Yields the seconds left for looking. Takes the time, True if the store is silent, and the observations.

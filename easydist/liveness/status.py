@@ -395,7 +395,7 @@ class GroupStatus(GroupProtocol):
         what = f"{texts.process(peer.pid, peer.host)}{how or f' ended ({texts.status_text(status)})'}"
         if not peer.pid:
             is_silent = how not in ("", texts.BROKE)  # its host may never have come
-            what = how.removeprefix(": ") if is_silent else "it left before the ranks had met"
+            what = how.removeprefix(": ") if is_silent else "it left before the ranks had connected"
         error = PeerLostError(texts.lost(self.operation, f"rank {peer.rank}", what, self._last_seen(peer)))
         error.rank, error.pid, error.host, error.exit_status = peer.rank, peer.pid, peer.host, status
         return error

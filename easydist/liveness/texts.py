@@ -191,14 +191,14 @@ def unreached(operation: str, where: str, is_served_by_rank_0: bool, seconds: fl
 
     Example:
         >>> print(unreached("gather", "node1:29500", True, 4.0, row(1, "waits in gather", ""), RECONNECTS.late))
-        gather: the store at node1:29500, where the ranks meet, was not reached within 4 s
+        gather: the rendezvous store at node1:29500 was not reached within 4 s
           rank 0: missing; it serves the store, and has not made its first call
           rank 1: waits in gather
         Make sure that every rank makes this call, or give it more time (timeout=). The next call reconnects.
     """
     server = row(0, "missing; it serves the store, and has not made its first call", "")
     rows = [server, own_row] if is_served_by_rank_0 else ["  the launcher serves it (torchrun, easydist run)", own_row]
-    head = f"{operation}: the store at {where}, where the ranks meet, was not reached within {duration(seconds)}"
+    head = f"{operation}: the rendezvous store at {where} was not reached within {duration(seconds)}"
     return "\n".join([head, *rows, advice])
 
 

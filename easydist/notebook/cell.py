@@ -1,4 +1,4 @@
-"""One cell on several ranks: output as it comes, failing ranks, and the release of ranks that wait in vain."""
+"""One cell on several ranks: output as it comes, failing ranks, and the release of ranks that wait for nothing."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Cell:
         self._failed: list[int] = []
         self._in_vain: dict[int, tuple[str, float]] = {}
         self._interrupted_at: dict[int, float] = {}
-        # A rank is released if it waits in vain at two looks.
+        # A rank is released if it waits for nothing at two looks.
         self._look_at, self._look_every = 0.0, max(rank.settles for rank in everyone)
         self._interrupted_by_user = threading.Event()
         self._stop_at = self._stop_latest = float("inf")
@@ -158,7 +158,7 @@ class Cell:
             self._failed.append(rank)
 
     def _release(self, now: float) -> None:
-        """Interrupt ranks that wait in vain: the awaited rank has left the cell, never ran it, or is lost."""
+        """Interrupt ranks that wait for nothing: the awaited rank has left the cell, never ran it, or is lost."""
         waits = {rank: wait for rank, wait in self._pages.waits(self.running).items() if wait.is_vain}
         for rank, wait in waits.items():
             if self._in_vain.get(rank) == (wait.operation, wait.since):

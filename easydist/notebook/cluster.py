@@ -134,7 +134,8 @@ class Cluster:
             ranks: The ranks that run it; None: all. A collective that other ranks would have to join is an error.
 
         Raises:
-            CellError: It raised on a rank, or ranks waited in vain. Variables stay, and the next call works.
+            CellError: It raised on a rank, or ranks waited for one that does not come. Variables stay, and the next
+                call works.
             RankLostError: The process of a rank has ended, now or before.
             KeyboardInterrupt: The user has interrupted it. Variables stay.
             RuntimeError: The cluster is stopped, or one of its ranks is busy.
@@ -226,7 +227,7 @@ class Cluster:
 
         Raises:
             TypeError: It cannot be pickled; the text names the cause and a remedy.
-            CellError: It raised on a rank, or ranks waited in vain, as in ``execute``.
+            CellError: It raised on a rank, or ranks waited for one that does not come, as in ``execute``.
         """
         return self._call(fn, args, kwargs, ranks)
 

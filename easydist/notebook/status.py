@@ -1,4 +1,4 @@
-"""The state of a cluster's ranks, read from the pages that they publish: the waits, also in vain, and a table."""
+"""The state of a cluster's ranks, read from the pages that they publish: the waits, also hopeless ones, and a table."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _LOOK, _LOOK_LATER = 0.002, 0.008
 threads begin or await operations: each look takes the interpreter from them."""
 
 _LOOKS = 10
-"""The number of looks in vain before the helper sleeps until an operation begins."""
+"""The number of looks without progress before the helper sleeps until an operation begins."""
 
 _ASIDE, _LONGEST = 0.001, 0.05
 """The first and the longest sleep in seconds while operations of other communicators are under way, too, because their
@@ -196,7 +196,7 @@ class Helper:
                 self._move(stays)
 
     def _rest(self) -> int:
-        """Sleep until an operation begins; return the new number of looks in vain."""
+        """Sleep until an operation begins; return the new number of looks without progress."""
         self.is_awake = False
         if not running:  # look after that: an operation may have begun before
             self._signal.acquire()

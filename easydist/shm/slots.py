@@ -113,7 +113,7 @@ class Slots:
         self._step_at = [self._cell(r, _STEP) for r in range(size)]
         self._own_step = self._step_at[rank]
         self._own_begun, self._own_waits = self._cell(rank, BEGUN), self._cell(rank, _WAITS)
-        # Ranks r and r + 32 share a bit: one of them is woken in vain, looks, and sleeps again.
+        # Ranks r and r + 32 share a bit: one of them is woken for nothing, looks, and sleeps again.
         self._asleep_at = [(1 << r % 32, self._cell(r, _ASLEEP)) for r in self.others]
         self._pipes: dict[tuple[int, int, int], Pipe] = {}
         self._sleepers: list[None] = []  # one for each thread; lists change in one step, numbers do not

@@ -97,7 +97,7 @@ class WorkerCall:
 
     @property
     def group_timeout(self) -> timedelta:
-        """The limit of the group. It is shorter than a long run's, so a rank that waits in vain raises an error."""
+        """The limit of the group. It is shorter than a long run's, so a rank that waits for nothing raises an error."""
         return timedelta(seconds=max(_TIMEOUT, self.timeout * 2 / 3))
 
 

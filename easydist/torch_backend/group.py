@@ -551,7 +551,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             monitor.end(error is None and monitor.broken is None)
 
     def guard(self, awaited: Sequence[int], waited: float) -> None:
-        """End a wait that is in vain.
+        """End a wait that cannot succeed.
 
         Args:
             awaited: The ranks that have not come yet.

@@ -25,7 +25,7 @@ from easydist.transport.backends.c10d import Gloo
 from easydist.transport.comm import Collectives
 
 _ABANDONED = "abandoned"
-"""The key that is set once a member has waited for others in vain."""
+"""The key that is set once a member has given up waiting for others."""
 
 _ADVICE = texts.Advice(
     "Each member has to call init_group with its rank; a process that has ended has to be replaced first.",
@@ -105,5 +105,5 @@ class PrivateGroup:
 
 
 def is_given_up(store: Store) -> bool:
-    """True if a member has waited for the others in vain."""
+    """True if a member has given up waiting for the others."""
     return TimedStore(store).check([_ABANDONED])

@@ -29,7 +29,7 @@ def test_a_machine_that_works():
     out, _ = easydist("check", "-n", "3", "--json")
     results = json.loads(out)
     assert set(states(results).values()) == {"ok"}
-    assert {"gather", "send_tensor_dict", "meeting", "/dev/shm"} <= set(states(results))
+    assert {"gather", "send_tensor_dict", "rendezvous", "/dev/shm"} <= set(states(results))
     assert all(row["easydist"] > 0 and row["gloo"] > 0 for row in results["times"])
 
 
@@ -49,7 +49,7 @@ def test_under_a_launcher_rank_0_prints():
     ranks = [start(env | {"RANK": str(rank)}, interpreter=launching.fork()) for rank in range(2)]
     (out, err), (nothing, errors) = launching.finished(*ranks)
     assert [rank.returncode for rank in ranks] == [0, 0], err + errors
-    assert "ok       meeting: 2 ranks met at 127.0.0.1:" in out
+    assert "ok       rendezvous: 2 ranks at 127.0.0.1:" in out
     assert "time     gather 4 MB: " in out
     assert not nothing
 
@@ -64,7 +64,7 @@ def test_under_mpirun_rank_0_prints():
     ((out, err),) = launching.finished(process)
     assert process.returncode == 0, out + err
     lines = out.splitlines()
-    assert [line.partition("meeting: ")[2][:11] for line in lines if "meeting" in line] == ["2 ranks met"]
+    assert [line.partition("rendezvous: ")[2][:10] for line in lines if "rendezvous" in line] == ["2 ranks at"]
     assert sum(line.startswith("ok       gather: right") for line in lines) == 1
     assert not any(line.startswith("FAULT") for line in lines)
 
@@ -87,7 +87,7 @@ def fault(env, *prefix):
 @pytest.mark.slow
 def test_a_missing_rank_is_named():
     out = fault({"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launching.free_port())})
-    assert "FAULT    meeting: 2 of 3 ranks did not reach 127.0.0.1:" in out
+    assert "FAULT    rendezvous: 2 of 3 ranks did not reach 127.0.0.1:" in out
     assert "within 5 s: 1, 2\n         Start them" in out
 
 
@@ -96,14 +96,14 @@ def test_a_port_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         out = fault({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    assert f"FAULT    meeting: rank 0 cannot listen at 127.0.0.1:{port}" in out
+    assert f"FAULT    rendezvous: rank 0 cannot listen at 127.0.0.1:{port}" in out
     assert "address already in use" in out
 
 
 @pytest.mark.slow
 def test_a_wrong_master_address_is_named():
     out = fault({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29500"})
-    assert "FAULT    meeting: rank 1 cannot reach rank 0 within 5 s at no-such-host.invalid:29500" in out
+    assert "FAULT    rendezvous: rank 1 cannot reach rank 0 within 5 s at no-such-host.invalid:29500" in out
     assert "MASTER_ADDR must be a name or address of the host of rank 0" in out
 
 
@@ -154,13 +154,13 @@ def test_of_other_ranks_only_faults_are_added_and_no_check_of_the_host_is_repeat
     own = [{"work": "gather", "easydist": 1.0, "gloo": 2.0}]
     others = [{"work": "gather", "easydist": 3.0, "gloo": 4.0}]
     of_ranks = [
-        check._as_results([*host, found("meeting"), found("gather")], own),
-        check._as_results([*host, found("meeting"), found("gather", "fault")], others),
+        check._as_results([*host, found("rendezvous"), found("gather")], own),
+        check._as_results([*host, found("rendezvous"), found("gather", "fault")], others),
         check._as_results([found("memory", "fault"), found("ranks", "fault")]),
     ]
     monkeypatch.setattr(check, "_outcomes", lambda ranks, timeout: of_ranks[:ranks])
     results = check._as_launcher(3, host, 5.0)
-    joined = [found("meeting"), found("gather"), found("gather", "fault"), found("ranks", "fault")]
+    joined = [found("rendezvous"), found("gather"), found("gather", "fault"), found("ranks", "fault")]
     assert results == check._as_results([*host, *joined], own)
 
 

@@ -345,7 +345,7 @@ def test_wrong_options_give_a_suggestion(option):
         ("-n 0", "-n: give a number above 0"),
         ("-n -1", "-n: give a number above 0"),
         ("-n two", "-n takes a number of ranks, cpu, gpu or auto, got two"),
-        ("--nnodes 2", "say on each machine where they meet"),
+        ("--nnodes 2", "name the rendezvous on each machine"),
         ("--nnodes two", "'two'"),
         ("--nnodes 2:1", "min_nodes"),
         ("--monitor-interval 0", "--monitor-interval: give a number above 0"),

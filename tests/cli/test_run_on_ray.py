@@ -166,7 +166,7 @@ def test_a_check_runs_on_the_nodes(cluster):
     process = launching.start(*command, env=environment(cluster))
     ((out, err),) = launching.finished(process, seconds=90)
     assert process.returncode == 0, out + err
-    assert [row["said"][:11] for row in json.loads(out)["findings"] if row["check"] == "meeting"] == ["2 ranks met"]
+    assert [row["said"][:10] for row in json.loads(out)["findings"] if row["check"] == "rendezvous"] == ["2 ranks at"]
 
 
 def test_a_fault_of_a_node_names_its_rank(monkeypatch):

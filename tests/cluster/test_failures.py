@@ -23,7 +23,7 @@ def test_the_first_failure_that_is_not_due_to_others_counts(due):
         "on rank 1, process 41 on node1 (10.0.0.1):",
         "Traceback …",
         "ValueError: bad",
-        "The ranks keep their variables. In the next run() they meet in a new world: wrap models in DDP again.",
+        "The ranks keep their variables. The next run() connects them in a new world: wrap models in DDP again.",
     ]
 
 

@@ -55,7 +55,7 @@ def test_a_host_whose_rank_has_not_been_met_has_not_left():
     assert text.startswith(
         "gather: rank 1 is lost: its host has not answered for 25 s; that host, or the network, is down\n"
     )
-    assert "rank 1 is lost: it left before the ranks had met" in str(monitor.error_of(Cause(Why.BROKE, 1), []))
+    assert "rank 1 is lost: it left before the ranks had connected" in str(monitor.error_of(Cause(Why.BROKE, 1), []))
 
 
 def test_questions_leave_no_descriptors_and_need_none(asked, monkeypatch):

@@ -74,7 +74,7 @@ def test_check_under_srun(slurm):
     """Rank 0 prints."""
     done = slurm.run("srun", *NODES, sys.executable, "-m", "easydist", "check")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("meeting: 4 ranks met") == 1
+    assert done.stdout.count("rendezvous: 4 ranks at") == 1
 
 
 def test_hosts_with_different_numbers_of_tasks(slurm, script):
