@@ -23,7 +23,10 @@ LAUNCHERS = (
     "tests/state/test_trainer.py",
 )
 APART = {"ray": RAY, "notebook": ("tests/notebook/",), "launchers": LAUNCHERS}
-"""The slow tests with targets of their own, by mark. ``make test`` runs those that a planted fault names."""
+"""The slow tests with targets of their own, by mark. ``make test`` runs those that planted faults name, but DEAREST."""
+
+DEAREST = ("tests/notebook/test_on_ray.py", "tests/cli/test_top_on_ray.py")
+"""Each of these tests takes as much time as a hundred others: kernels and ranks in actors that load torch."""
 
 _ALL_SLOW = re.compile(r"^pytestmark = (MARKS$|\[?\s*pytest\.mark\.slow\b)", re.MULTILINE)
 """In a file of slow tests only; MARKS are those of Ray's tests."""
@@ -49,6 +52,6 @@ def mark(items):
 
 
 def _subjects(name):
-    """Return the marks of a slow test: what it needs, and ``sample`` if a planted fault names it."""
+    """Return the marks of a slow test: what it needs, and ``sample`` if ``make test`` runs it nevertheless."""
     found = [subject for subject, files in APART.items() if name.startswith(files)]
-    return [*found, "sample"] if name.partition("[")[0] in NAMED else found
+    return [*found, "sample"] if name.partition("[")[0] in NAMED and not name.startswith(DEAREST) else found

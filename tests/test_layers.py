@@ -1,6 +1,7 @@
 """Tests of the layers: every module imports from lower layers only, none imports itself, and class names are unique."""
 
 import ast
+import functools
 import re
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
@@ -27,10 +28,16 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
+@functools.cache
+def parsed(source: str) -> list[ast.AST]:
+    """Return all nodes of a module, which takes more time than looking at them."""
+    return [*ast.walk(ast.parse(source))]
+
+
 def imported(source: str) -> set[str]:
     """Return the dotted names that a module imports from easydist, including imports in functions and for typing."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in parsed(source):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -93,6 +100,6 @@ def test_no_module_imports_itself_by_way_of_others():
 
 @pytest.mark.slow
 def test_each_class_has_a_name_of_its_own():
-    nodes = [node for path in MODULES for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for path in MODULES for node in parsed(path.read_text())]
     names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     assert [name for name, count in names.items() if count > 1] == []

@@ -27,7 +27,7 @@ ENDS = {
     "easydist_shm": ["exit", "raise", "kill", "kill_all", "orphan", "fork", "fork_exit"],
     "queue": ["exit", "raise", "kill", "kill_first", "kill_all", "fork_exit"],
 }
-ENDED = launching.sampled([f"{kind}/{end}" for kind, ends in ENDS.items() for end in ends])
+ENDED = launching.sampled([f"{kind}/{end}" for kind, ends in ENDS.items() for end in ends], 3)
 AGAIN = launching.sampled(["gloo/again", "easydist_shm/again"])
 STATUS = {"raise": 1, "kill": -9, "kill_first": -9, "kill_all": -9, "orphan": -9}
 """The exit status of a rank that fails."""
@@ -97,7 +97,7 @@ def test_groups_made_200_times_take_no_more_than_the_first(case, ended):
 # Two hosts.
 
 KILLED = launching.sampled([("containers/orphan", 2), ("named/kill", 3), ("containers/kill", 2)], 3)
-VANISHED = launching.sampled(["named/vanish-0", "named/vanish-3", "containers/vanish-2", "named/sink-2"])
+VANISHED = launching.sampled(["named/vanish-0", "named/vanish-3", "containers/vanish-2", "named/sink-2"], 4)
 HOSTS = ["named/verbs", "flat/verbs", "shared/verbs", "containers/verbs", *VANISHED]
 HOSTS += [f"{case}-{victim}" for case, victim in KILLED]
 HOSTS += launching.sampled(["named/queue-2", "named/blink-3", "adopted/verbs"], 3)

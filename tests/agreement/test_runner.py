@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import BACKENDS, check_works, made, of_all
-from launching import within
+from launching import sampled, within
 
 import easydist
 from easydist import CollectiveTimeout, RemoteError
@@ -304,7 +304,7 @@ def test_a_timeout_keeps_no_data_until_garbage_is_collected(rank, backend):
 
 @pytest.mark.slow
 @BACKENDS
-@distributed(world_size=[2, 4])
+@distributed(world_size=sampled([2, 4]))
 def test_many_gathers_need_no_more_memory_than_one(rank, backend):
     with made(backend) as group:
         leaves = [torch.ones(16 << 10) for _ in range(500)]

@@ -197,7 +197,7 @@ def drawn_node(draw, depth=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", launching.sampled(range(100)))
 def test_random_files_allocate_in_proportion_to_their_length(path, seed):
     draw = random.Random(seed)
     while not 3000 < len(text := drawn_node(draw)) < 200_000:

@@ -216,7 +216,7 @@ def many_groups(backend):
 
 
 @pytest.mark.slow
-@BACKENDS
+@pytest.mark.parametrize("backend", launching.sampled(["shm", "gloo"]))
 @distributed(world_size=2)
 def test_many_groups_work_and_a_timeout_in_one_of_them_comes_to_all_and_is_repaired(rank, backend):
     with many_groups(backend) as groups:

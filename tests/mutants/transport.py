@@ -203,7 +203,7 @@ MUTANTS = [
         "can_fold",
         "op.type in _REPEATABLE and not dtype.is_floating_point",
         "not dtype.is_floating_point",
-        "tests/transport/test_rounds.py::test_battery[5]",
+        "tests/transport/test_rounds.py::test_battery[3]",
     ),
     Mutant(
         "transport/rounds.py",

@@ -1,12 +1,14 @@
 """The memory that large calls need: packed leaves go in turns, reductions to one rank in chunks."""
 
 import importlib
+import itertools
 from pathlib import Path
 
 import pytest
 import resident
 import torch
 from groups import BACKENDS, made
+from launching import sampled
 
 import easydist
 from easydist.testing import distributed
@@ -62,8 +64,7 @@ def test_packed_leaves_arrive_in_turns(rank, backend, dst):
         assert got is None
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "max"])
-@BACKENDS
+@pytest.mark.parametrize(("op", "backend"), sampled([*itertools.product(["sum", "mean", "max"], ["shm", "gloo"])], 3))
 @distributed(world_size=3)
 def test_a_reduction_to_one_rank_has_the_same_bits_in_chunks(rank, backend, op):
     values = torch.randn(100_003, generator=torch.Generator().manual_seed(rank))
