@@ -167,8 +167,8 @@ def launch(case):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
         work(case, rank)
 
-    is_short = backend == "shm" and act != "leave"
-    pids = forked(SIZE, live, is_short=is_short, EASYDIST_SHM=int(backend != "gloo"))
+    whole = None if act == "leave" else () if backend == "shm" else (0,)
+    pids = forked(SIZE, live, whole=whole, EASYDIST_SHM=int(backend != "gloo"))
     if act == "interrupt" and signal.sigtimedwait([signal.SIGUSR1], DEADLINE):
         os.kill(pids[0], signal.SIGINT)
     ended = statuses(pids[:-1])

@@ -82,7 +82,7 @@ def launch(case):
     """Fork the ranks and wait for them."""
     is_shared = case.startswith("shm")
     met = multiprocessing.get_context("fork").Barrier(SIZE)
-    pids = forked(SIZE, lambda rank: work(case, rank, met), is_short=True, EASYDIST_SHM=int(is_shared))
+    pids = forked(SIZE, lambda rank: work(case, rank, met), whole=(), EASYDIST_SHM=int(is_shared))
     os.write(1, (json.dumps({"case": case, "statuses": statuses(pids)}) + "\n").encode())
 
 

@@ -26,7 +26,7 @@ def launch(case: str) -> None:
         os.close(writing if rank == last else reading)
         work(rank, reading if rank == last else None)
 
-    pids = forked(WORLD_SIZE, live)
+    pids = forked(WORLD_SIZE, live, whole=None)
     os.close(reading)
     os.close(writing)
     os.write(1, (" ".join([case, *map(str, statuses(pids))]) + "\n").encode())

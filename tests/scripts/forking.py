@@ -46,10 +46,7 @@ def _serve_a_store() -> tuple[int, int]:
 
 
 def end() -> None:
-    """End a rank with all that runs at exit, but leave its objects: to destroy them takes a quarter of a second.
-
-    For the many ranks that share memory; those over gloo end as any program does, since its threads are C++.
-    """
+    """End a process with all that runs at exit, but leave its objects: to destroy them takes most of its time."""
     for finalizer in finalizers:
         finalizer.atexit = False
     atexit._run_exitfuncs()
@@ -58,13 +55,16 @@ def end() -> None:
     os._exit(0)
 
 
-def forked(size: int, work: Callable[[int], None], *, is_short: bool = False, **environment: object) -> list[int]:
+def forked(
+    size: int, work: Callable[[int], None], *, whole: Sequence[int] | None = (0,), **environment: object
+) -> list[int]:
     """Fork the ranks of a world, each in the environment of a launcher, and return their pids.
 
     Args:
         size: The number of ranks.
         work: ``work(rank)`` is what a rank does.
-        is_short: True to leave the objects of a rank at its end (see ``end``).
+        whole: The ranks that end as any program does, the others by ``end``; None for all. Over gloo one does, since
+            its threads are C++, which may abort the process then.
         environment: More variables.
     """
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size} | environment
@@ -77,18 +77,23 @@ def forked(size: int, work: Callable[[int], None], *, is_short: bool = False, **
             )
             faulthandler.enable()
             work(rank)
-            end() if is_short else sys.exit()
+            sys.exit() if whole is None or rank in whole else end()
         pids.append(pid)
     return pids
 
 
-def side_by_side(count: int, cases: Sequence[str], launch: Callable[[str], None]) -> None:
-    """Launch ``count`` cases at a time, since they mostly wait."""
+def settle() -> None:
+    """Prepare this process to be forked often."""
     finalizers.extend(
         one for one, known in weakref.finalize._registry.items() if known.func.__module__ == "torch.library"
     )
     gc.collect()
     gc.freeze()  # objects loaded before the fork are then not scanned and copied, which saves half a second a rank
+
+
+def side_by_side(count: int, cases: Sequence[str], launch: Callable[[str], None]) -> None:
+    """Launch ``count`` cases at a time, since they mostly wait."""
+    settle()
     pids = []
     for first in range(count):
         pid = os.fork()

@@ -9,7 +9,6 @@ that torch has made; shared: not at all; flat: without shared memory) and the ev
 
 import contextlib
 import functools
-import gc
 import json
 import os
 import signal
@@ -22,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forking import statuses
+from forking import end, settle, statuses
 from launching import within
 from loss import DEADLINE, others_wait
 from namespaces import address, enter
@@ -303,7 +302,7 @@ def launch(number, case, link, per_host, pids):
     local, ended = forks(per_host)
     if local is None:
         os.write(1, (json.dumps({"case": case, "host": host, "statuses": ended}) + "\n").encode())
-        return True
+        end()
     rank = per_host * host + local
     world = {"MASTER_ADDR": address(1), "MASTER_PORT": 29500 + number, "WORLD_SIZE": size}
     world |= {"RANK": rank, "LOCAL_RANK": local, "GLOO_SOCKET_IFNAME": link, "EASYDIST_SHM": int(kind != "flat")}
@@ -313,6 +312,8 @@ def launch(number, case, link, per_host, pids):
     if kind == "adopted":
         dist.init_process_group("gloo")
     work(case, link, rank, size)
+    if rank:
+        end()
     return True
 
 
@@ -323,6 +324,5 @@ def main(link, per_host, *arguments):
 
 
 if __name__ == "__main__":
-    gc.collect()
-    gc.freeze()  # objects loaded before the fork are then not scanned and copied
+    settle()
     main(*sys.argv[1:])

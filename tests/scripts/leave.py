@@ -41,7 +41,7 @@ def leave(folder: Path, who: str, rank: int) -> None:
 
 def launch(folder: Path, who: str) -> None:
     """Fork the ranks and wait for them."""
-    assert statuses(forked(SIZE, lambda rank: leave(folder, who, rank))) == [0] * SIZE
+    assert statuses(forked(SIZE, lambda rank: leave(folder, who, rank), whole=None)) == [0] * SIZE
 
 
 if __name__ == "__main__":

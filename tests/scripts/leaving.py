@@ -285,7 +285,7 @@ def launch(case: str) -> None:
     pipes = os.pipe(), os.pipe()
     over_gloo = kind.endswith("gloo") or kind == "hosts"
     variables = {"EASYDIST_SHM": int(not kind.endswith("gloo"))}
-    pids = forked(int(size), lambda rank: work(case, rank, *pipes), is_short=not over_gloo, **variables)
+    pids = forked(int(size), lambda rank: work(case, rank, *pipes), whole=(0,) if over_gloo else (), **variables)
     os.close(pipes[1][1])
     os.write(1, (json.dumps({"case": case, "statuses": statuses(pids)}) + "\n").encode())
     for descriptor in (*pipes[0], pipes[1][0]):

@@ -454,7 +454,7 @@ def launch(case: str) -> None:
 
     with store_of_an_agent(ranks.scenario in AGENT) as variables:
         variables["EASYDIST_SHM"] = int(ranks.backend not in ("gloo", "comm_gloo"))
-        pids = forked(ranks.size, live, is_short="shm" in ranks.backend, **variables)
+        pids = forked(ranks.size, live, whole=() if "shm" in ranks.backend else (0,), **variables)
         if ranks.scenario in STOPS:
             ranks.wait(ranks.done, ranks.last)
             os.kill(pids[ranks.last if ranks.scenario == "stop" else 0], signal.SIGCONT)

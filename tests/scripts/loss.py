@@ -209,7 +209,7 @@ def launch(case: str) -> None:
             os.environ["EASYDIST_HOST_ID"] = backend[rank]
         work(case, rank, world_size, pipe, survivors)
 
-    pids = forked(world_size, live, is_short=backend == "shm", EASYDIST_SHM=int(backend != "gloo"))
+    pids = forked(world_size, live, whole=() if backend == "shm" else (0,), EASYDIST_SHM=int(backend != "gloo"))
     if scenario == "interrupt" and signal.sigtimedwait([signal.SIGUSR1], DEADLINE):
         for pid in pids:
             os.kill(pid, signal.SIGINT)

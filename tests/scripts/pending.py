@@ -148,7 +148,7 @@ def launch(case):
         os._exit(0)
 
     began = time.monotonic()
-    ended = statuses(forked(size, work))
+    ended = statuses(forked(size, work, whole=None))
     say(case, statuses=ended, seconds=time.monotonic() - began)
 
 

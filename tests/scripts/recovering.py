@@ -177,7 +177,11 @@ def launch(case: str) -> None:
     plan, shares = Plan(int(size), int(seed)), kind not in ("gloo", "comm_gloo")
     with store_of_an_agent(plan.has_agent) as variables:
         pids = forked(
-            int(size), lambda rank: work(case, rank, plan), is_short=shares, EASYDIST_SHM=int(shares), **variables
+            int(size),
+            lambda rank: work(case, rank, plan),
+            whole=() if shares else (0,),
+            EASYDIST_SHM=int(shares),
+            **variables,
         )
         row = {"case": case, "pids": pids, "victims": plan.victims, "statuses": statuses(pids)}
     os.write(1, (json.dumps(row) + "\n").encode())

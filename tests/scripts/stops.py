@@ -29,7 +29,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.told, self.go = os.pipe(), [os.pipe() for _ in range(size)]
-        self.pids = forked(size, self.play, is_short=True, EASYDIST_SHM=0)
+        self.pids = forked(size, self.play, whole=(), EASYDIST_SHM=0)
 
     def play(self, rank: int) -> None:
         faulthandler.register(signal.SIGUSR1)

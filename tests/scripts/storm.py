@@ -136,7 +136,7 @@ def launch(case: str) -> None:
         known = shared_files()
         controller = Controller(plan)
         variables["EASYDIST_SHM"] = int(plan.shares)
-        controller.run(forked(plan.size, controller.rank, is_short="gloo" not in plan.kind, **variables))
+        controller.run(forked(plan.size, controller.rank, whole=(0,) if "gloo" in plan.kind else (), **variables))
     left = once(lambda: holders(controller.files - known))
     wrong = check(plan, controller.log, controller.statuses) + [f"left: {one}" for one in left]
     row = {"case": case, "wrong": wrong, "recovered": seconds_of_recoveries(plan, controller.log)}

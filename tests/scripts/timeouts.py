@@ -133,7 +133,7 @@ def launch(case: str) -> None:
 
     size, shares = 2 if scenario in ("warn", "quiet", "check") else 3, backend == "shm"
     variables = {"EASYDIST_SHM": int(shares), **VARIABLES.get(scenario, {})}
-    ended = statuses(forked(size, live, is_short=shares, **variables))
+    ended = statuses(forked(size, live, whole=() if shares else (0,), **variables))
     os.write(1, (json.dumps({"case": case, "statuses": ended}) + "\n").encode())
 
 

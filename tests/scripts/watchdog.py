@@ -110,7 +110,7 @@ def launch(case: str) -> None:
             os.environ["EASYDIST_HOST_ID"] = f"host {rank}"
         work(case, rank, *pipes)
 
-    ended = statuses(forked(2, work_as, EASYDIST_SHM=0))
+    ended = statuses(forked(2, work_as, whole=None, EASYDIST_SHM=0))
     os.write(1, (json.dumps({"case": case, "statuses": ended}) + "\n").encode())
 
 
