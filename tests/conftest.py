@@ -31,7 +31,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a s
 # torch looks up the name of the other end of each connection to a store. A lookup that is lost takes five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
-PRELOADED = ["easydist.testing.worker", "pytest", "hypothesis", "tensordict"]
+PRELOADED = [
+    "easydist.testing.worker",
+    "pytest",
+    "hypothesis",
+    "tensordict",
+    "accelerate",
+    "transformers.modeling_outputs",
+]
 """The modules that the fork server loads once for all ranks: each rank would need seconds for them."""
 
 ONLY_SLOW = ["torchmetrics", "torcheval.metrics"]
