@@ -29,11 +29,15 @@ def publish_twice():
 MISTAKES = {
     "a rank as text": (
         lambda: easydist.broadcast(DATA, from_process="0"),
-        TypeError("from_process='0' is not a rank: pass an integer"),
+        TypeError("broadcast: from_process='0' is not a rank: pass an integer"),
     ),
     "a rank as a float": (
         lambda: easydist.gather(DATA, dst=0.0),
-        TypeError("dst=0.0 is not a rank: pass an integer"),
+        TypeError("gather: dst=0.0 is not a rank: pass an integer"),
+    ),
+    "a flag in place of a rank": (
+        lambda: easydist.gather(DATA, dst=True),
+        TypeError("gather: dst=True is not a rank: pass an integer"),
     ),
     "a peer as text": (
         lambda: easydist.send_tensor_dict(DATA, dst="0"),
@@ -41,11 +45,11 @@ MISTAKES = {
     ),
     "a modifier as text": (
         lambda: easydist.GatheredParameters([], modifier_rank="0").__enter__(),
-        TypeError("modifier_rank='0' is not a rank: pass an integer"),
+        TypeError("GatheredParameters: modifier_rank='0' is not a rank: pass an integer"),
     ),
     "a rank that is not there": (
         lambda: easydist.broadcast(DATA, from_process=1),
-        ValueError("from_process=1 is not a rank of the group, which has 1 rank (0)"),
+        ValueError("broadcast: from_process=1 is not a rank of the group, which has 1 rank (0)"),
     ),
     "oneself as the other rank": (
         lambda: easydist.recv_object(src=0),
@@ -499,7 +503,7 @@ def test_what_a_hint_names_is_there(name):
 
 @distributed(world_size=2)
 def test_a_rank_of_a_wrong_type_on_one_rank_is_an_error_on_all(rank):
-    with pytest.raises(easydist.RemoteError, match="rank 1: TypeError: from_process='0' is not a rank"):
+    with pytest.raises(easydist.RemoteError, match="rank 1: TypeError: broadcast: from_process='0' is not a rank"):
         easydist.broadcast(DATA, from_process="0" if rank else 0)
     assert easydist.gather(torch.tensor([rank])).tolist() == [0, 1]
 

@@ -58,7 +58,9 @@ def hiding(*names: str, **defaults: Any) -> Callable[[F], F]:
 
 
 def integer(name: str, value: Any, what: str) -> int:
-    """Return an argument as an integer: that of a ``bool``, of NumPy's integers, of a tensor of one element, too.
+    """Return an argument as an integer: that of NumPy's integers, or of a tensor of one element, too.
+
+    A ``bool`` is none, as in torch: it is the value of another argument in the wrong place.
 
     Args:
         name: The argument.
@@ -66,7 +68,7 @@ def integer(name: str, value: Any, what: str) -> int:
         what: What it has to be, with its article.
 
     Raises:
-        TypeError: It is not an integer.
+        TypeError: It is not an integer, or a ``bool``.
 
     Example:
         >>> integer("dim", 0.5, "a dimension")
@@ -74,7 +76,7 @@ def integer(name: str, value: Any, what: str) -> int:
         TypeError: dim=0.5 is not a dimension: pass an integer
     """
     try:
-        return index(value)
+        return _whole(value)
     except TypeError:
         raise TypeError(f"{name}={value!r} is not {what}: pass an integer") from None
 
@@ -96,9 +98,15 @@ def integers(name: str, values: Any, what: str) -> list[int]:
         TypeError: ranks=1 is not a list of ranks: pass a list of integers
     """
     try:
-        return [index(value) for value in values]
+        return [_whole(value) for value in values]
     except TypeError:
         raise TypeError(f"{name}={values!r} is not {what}: pass a list of integers") from None
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return index(value)
 
 
 def number(name: str, value: Any) -> int | float:

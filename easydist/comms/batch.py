@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 import functools
-import operator
 from typing import SupportsIndex
 
 import torch
 
+from easydist.base.arguments import integer
 from easydist.comms.options import BatchP2POptions
 from easydist.transport.backend import Addressed
 from easydist.transport.checked import Staging, demand, flat
@@ -45,7 +45,7 @@ class P2POp:
         for value, kind in ((type, P2POpType), (tensor, torch.Tensor)):
             if not isinstance(value, kind):
                 raise TypeError(f"P2POp() takes a P2POpType, a tensor and a rank, got {value!r}")
-        self.type, self.tensor, self.peer = type, tensor, operator.index(peer)
+        self.type, self.tensor, self.peer = type, tensor, integer("P2POp: peer", peer, "a rank")
 
     def __repr__(self) -> str:
         return f"P2POp({self.type.name}, {tuple(self.tensor.shape)}, {self.peer})"

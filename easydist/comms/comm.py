@@ -13,6 +13,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch.distributed import DistError, PrefixStore, Store
 
+from easydist.base.arguments import integers
 from easydist.comms.batch import BatchSendRecv
 from easydist.comms.circles import Splits
 from easydist.comms.failures import UNMADE, explained
@@ -324,7 +325,7 @@ class TorchComm(Collectives):
                 monitor.recovers()
 
     def _members(self, ranks: Sequence[SupportsIndex]) -> list[int]:
-        members, size = [operator.index(rank) for rank in ranks], self.get_size()
+        members, size = integers("ranks", ranks, "a list of ranks"), self.get_size()
         for rank in members:
             if not 0 <= rank < size:
                 raise RuntimeError(f"Invalid rank {rank} in ranks. Valid ranks are 0 to {size - 1}")

@@ -262,15 +262,17 @@ class MetricCollector:
 
     def _planned(self, method: str, dst: int | None, group_dst: int | None) -> tuple[Plan, Destination]:
         """Return the plan, and the rank that the caller names; called where all ranks learn of an error."""
-        rank = named_rank(self._group, f"MetricCollector.{method}", "dst", dst, group_dst)
-        check_rank(communicators(self._group), "dst", rank)
-        to = Destination(rank, self._group, timeout=self._timeout)
+        operation = f"MetricCollector.{method}"
+        rank = named_rank(self._group, operation, "dst", dst, group_dst)
+        to = Destination(
+            check_rank(communicators(self._group), operation, "dst", rank), self._group, timeout=self._timeout
+        )
         return planned(self._store, self._schema, self.total, to), to
 
     def _move(self) -> None:
         """Add all rows to those of rank ``dst``; called where all ranks learn of an error."""
         is_there = communicators(self._group).rank == self._dst
-        check_rank(communicators(self._group), "dst", self._dst)
+        check_rank(communicators(self._group), "MetricCollector", "dst", self._dst)
         empty = [one.empty() for one in self._schema.types]
         to = Destination(self._dst, self._group, timeout=self._timeout)
         got = arrived_rows(Store() if is_there else self._store, empty, ALL, to)

@@ -252,7 +252,7 @@ def _synced(
     def states(comms: Communicators) -> States:
         if isinstance(dst, str):
             raise ValueError(f"{operation}: recipient_rank={dst!r} is neither a rank of the group nor 'all'")
-        check_rank(comms, "recipient_rank", dst)
+        check_rank(comms, operation, "recipient_rank", dst)
         return _states(operation, metrics)
 
     dst = None if recipient == "all" else recipient

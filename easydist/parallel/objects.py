@@ -12,7 +12,7 @@ from easydist.queue import Handle, MessageQueue
 from easydist.state import communicators
 from easydist.typing import Group, Tree
 from easydist.verbs.objects import BroadcastObjectList, gather_object
-from easydist.verbs.ranks import check_rank
+from easydist.verbs.ranks import source_rank
 from easydist.verbs.tensor_dict_broadcast import BroadcastTensorDict
 
 _CHUNK, _CHUNKS = 1 << 22, 6
@@ -21,6 +21,10 @@ _LARGE = 1 << 20
 
 class _BroadcastObjectList(BroadcastObjectList):
     source_name = "src"
+
+
+class _BroadcastObject(_BroadcastObjectList):
+    operation = "broadcast_object"
 
 
 class Objects(Members):
@@ -62,10 +66,10 @@ class Objects(Members):
         message through the queue of ``src``, for which only the readers wait.
         """
         if not self._has_queues:
-            (value,) = run(_BroadcastObjectList([obj], src, self.weights_only), self.communicators)
+            (value,) = run(_BroadcastObject([obj], src, self.weights_only), self.communicators)
             return value
-        check_rank(self.communicators, "src", src)
-        return self._queue_from(src).broadcast_object(obj)
+        source = source_rank(self.communicators, "broadcast_object", "src", src)
+        return self._queue_from(source).broadcast_object(obj)
 
     @eager
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0, group: Group = None) -> list[Any]:

@@ -332,5 +332,5 @@ def in_the_same_node_as(pg: Group, source_rank: int = 0) -> list[bool]:
     """
     told = gather_object([(host_id(), source_rank)], weights_only=True, group=pg)
     for _, source in told:  # here, so that all ranks raise
-        check_rank(communicators(pg), "source_rank", source)
+        check_rank(communicators(pg), "in_the_same_node_as", "source_rank", source)
     return [host == told[source_rank][0] for host, _ in told]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from easydist.agreement.runner import meet
-from easydist.base.arguments import integers
+from easydist.base.arguments import integer, integers
 from easydist.base.eager import eager
 from easydist.errors import DisagreementError, EasydistError
 from easydist.messages.frames import OBJECT, TENSOR, TENSOR_DICT, Message
@@ -51,7 +51,7 @@ class PointToPoint(Members):
                 raise TypeError(f"send: got {type(tensor).__name__}, not a tensor; use send_object")
             return Outgoing(tensor.detach()).message(self.communicators)
 
-        send(self.communicators, "send", TENSOR, self._peer_of(dst, 1), prepare)
+        send(self.communicators, "send", TENSOR, self._peer_of("send", dst, 1), prepare)
 
     @eager
     def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
@@ -68,7 +68,7 @@ class PointToPoint(Members):
         Raises:
             DisagreementError: The sent tensor has another dtype or number of elements. The sender raises the same.
         """
-        peer = self._peer_of(src, -1)
+        peer = self._peer_of("recv", src, -1)
 
         def open_(message: Message) -> tuple[Incoming, Buffers]:
             wanted = torch.Size(integers("recv: size", size, "a shape"))
@@ -233,7 +233,7 @@ class PointToPoint(Members):
         *,
         waits: bool,
     ) -> Transfer:
-        (terms, fault), peer = _terms(group, asked), self._peer_of(dst, 1)
+        (terms, fault), peer = _terms(group, asked), self._peer_of(operation, dst, 1)
 
         def prepare() -> tuple[torch.Tensor, Buffers]:
             if fault is not None:
@@ -251,7 +251,7 @@ class PointToPoint(Members):
     def _receive_tree(
         self, operation: str, src: int | None, group: Any, asked: Mapping[str, bool] | None, *, waits: bool
     ) -> tuple[IncomingShares, Transfer]:
-        (terms, fault), comms, peer = _terms(group, asked), self.communicators, self._peer_of(src, -1)
+        (terms, fault), comms, peer = _terms(group, asked), self.communicators, self._peer_of(operation, src, -1)
 
         def open_(message: Message) -> tuple[IncomingShares, Buffers]:
             if fault is not None:
@@ -265,8 +265,10 @@ class PointToPoint(Members):
         with _telling(group if may_share else None):
             return receive(comms, operation, TENSOR_DICT, peer, open_, waits=waits)
 
-    def _peer_of(self, rank: int | None, step: int) -> int:
-        return (self.rank_in_group + step) % self.world_size if rank is None else rank
+    def _peer_of(self, operation: str, rank: int | None, step: int) -> int:
+        if rank is None:
+            return (self.rank_in_group + step) % self.world_size
+        return integer(f"{operation}: {'dst' if step > 0 else 'src'}", rank, "a rank")
 
 
 def _terms(group: Any, asked: Any) -> tuple[Terms, TypeError | None]:

@@ -227,7 +227,7 @@ class Tensors(Members):
             dim: The dimension to concatenate along.
         """
         if self._is_alone("gather", input_, dim):
-            check_rank(self.communicators, "dst", dst)
+            check_rank(self.communicators, "gather", "dst", dst)
             return input_
         gathered: torch.Tensor | None = run(Gather(input_, dst, dim), self.communicators)
         return gathered

@@ -267,7 +267,7 @@ class MessageQueue:
 
         def make() -> MessageQueue | None:
             # In here, so that an error of one rank reaches all of them.
-            check_rank(comms, "writer_rank", writer_rank)
+            check_rank(comms, "MessageQueue", "writer_rank", writer_rank)
             if comms.rank != writer_rank or external_writer_handle is not None:
                 return None
             readers = [r for r in range(comms.size) if r != writer_rank]
@@ -318,7 +318,7 @@ class MessageQueue:
 
         def make() -> tuple[MessageQueue, int]:
             reader = dist.get_group_rank(pg, reader_rank) if isinstance(pg, dist.ProcessGroup) else reader_rank
-            check_rank(comms, "reader_rank", reader)
+            check_rank(comms, "MessageQueue", "reader_rank", reader)
             n_local = int(hosts[comms.rank] == hosts[reader])
             return MessageQueue(1, n_local, None, max_chunk_bytes, max_chunks, weights_only=weights_only), reader
 

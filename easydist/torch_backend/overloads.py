@@ -94,7 +94,7 @@ def _options(name: str, values: Sequence[Any]) -> Any:
     for value in values:
         if isinstance(value, dist.ReduceOp | dist.ReduceOp.RedOpType):
             options.reduceOp = dist.ReduceOp(value) if isinstance(value, dist.ReduceOp.RedOpType) else value
-        elif isinstance(value, int):
+        elif isinstance(value, int) and not isinstance(value, bool):
             options.rootRank = value
         elif isinstance(value, timedelta):
             options.timeout = value

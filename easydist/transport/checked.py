@@ -9,6 +9,7 @@ from typing import Protocol, SupportsIndex
 
 import torch
 
+from easydist.base.arguments import integer
 from easydist.base.torch_private import is_zerotensor
 from easydist.data.backing import absence, backed, is_backed, writable
 from easydist.data.leaves import overlaps
@@ -178,7 +179,7 @@ class Checks:
 
     def rank(self, what: str, rank: SupportsIndex) -> int:
         """Return a rank as a number, after checking that it exists."""
-        value, size = operator.index(rank), self._backend.size
+        value, size = integer(what, rank, "a rank"), self._backend.size
         if not 0 <= value < size:
             raise RuntimeError(f"{what} must be in range [0, {size}), but got {value}")
         return value

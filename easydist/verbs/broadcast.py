@@ -12,7 +12,7 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.reports import exchange_json
 from easydist.agreement.runner import run
-from easydist.base.arguments import UNSET, hiding, integer
+from easydist.base.arguments import UNSET, hiding
 from easydist.base.eager import eager
 from easydist.data import packing
 from easydist.data.backing import mark_written
@@ -24,7 +24,7 @@ from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
 from easydist.verbs.buckets import by_comm, large_alone, packed_like, small_payload
 from easydist.verbs.gradients import Gradient
-from easydist.verbs.ranks import check_rank, named_rank
+from easydist.verbs.ranks import named_rank, source_rank
 from easydist.verbs.reduce import Reduce
 from easydist.verbs.structures import announced, shared_leaves
 from easydist.verbs.trees import TreeVerb, demand_data, leaves_of
@@ -177,7 +177,7 @@ class Broadcast(TreeVerb):
             self.needs_headers = True  # they tell which leaves require grad
 
     def prepare(self, comms: Communicators) -> Call:
-        check_rank(comms, self.source_name, self._source)
+        source = source_rank(comms, self.operation, self.source_name, self._source)
         own = leaves = self._leaves()
         if self.gradient is not None and self._tensor is not None:
             self._tensor = own.rebuild([tensor.clone() for tensor in own.tensors], False, as_value)
@@ -186,7 +186,7 @@ class Broadcast(TreeVerb):
             leaves.check_writable()
         absent = self._tensor is None
         call = Call(
-            {"from_process": integer(self.source_name, self._source, "a rank")},
+            {"from_process": source},
             leaves,
             absent=absent,
             aliases=leaves.aliases(),

@@ -207,7 +207,7 @@ class Gather(TreeVerb):
         self._tensor, self._dst, self._dim, self._as_list, self.gradient = tensor, dst, dim, as_list, gradient
 
     def prepare(self, comms: Communicators) -> Call:
-        check_rank(comms, "dst", self._dst)
+        check_rank(comms, self.operation, "dst", self._dst)
         self._dim = dimension(self._dim)
         if self.gradient is not None:
             demand_everyone(self.operation, self._dst)

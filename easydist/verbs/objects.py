@@ -7,7 +7,6 @@ own decoder would refuse is never sent: all ranks raise before any data has move
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
 from typing import Any, overload
 
 import torch
@@ -16,13 +15,13 @@ from easydist import memory
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement, room
 from easydist.agreement.runner import Verb, run
-from easydist.base.arguments import UNSET, either, hiding, integer
+from easydist.base.arguments import UNSET, either, hiding
 from easydist.base.eager import eager
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Device, Group, T, Timeout
-from easydist.verbs.ranks import check_rank, named_rank
+from easydist.verbs.ranks import check_rank, named_rank, source_rank
 
 __all__ = ["broadcast_object_list", "gather_object", "scatter_object_list"]
 
@@ -266,10 +265,10 @@ class GatherObject(Verb["list[Any] | None"]):
         self._value, self._dst, self._mine = value, dst, _Encoded(weights_only)
 
     def prepare(self, comms: Communicators) -> Call:
-        check_rank(comms, "dst", self._dst)
+        dst = check_rank(comms, self.operation, "dst", self._dst)
         arguments = {"is_list": isinstance(self._value, list), **self._mine.arguments()}
-        if self._dst is not None:
-            arguments["dst"] = index(self._dst)
+        if dst is not None:
+            arguments["dst"] = dst
         return self._mine.fill(Call(arguments), self._value, room(comms))
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> list[torch.Tensor] | None:
@@ -315,8 +314,7 @@ class BroadcastObjectList(Verb[list[Any]]):
 
     def prepare(self, comms: Communicators) -> Call:
         _check_list(self.operation, "object_list", self._values)
-        check_rank(comms, self.source_name, self._source)
-        source = integer(self.source_name, self._source, "a rank")
+        source = source_rank(comms, self.operation, self.source_name, self._source)
         arguments = {"from_process": source, "length": len(self._values), **self._mine.arguments()}
         travels = self._values and (comms.size > 1 or self._mine.weights_only)  # if not, pickling is not required
         is_sent = comms.rank == self._source and travels
@@ -343,10 +341,10 @@ class _ScatterObjectList(Verb[None]):
 
     def prepare(self, comms: Communicators) -> Call:
         _check_list(self.operation, "scatter_object_output_list", self._outputs)
-        check_rank(comms, "src", self._source)
+        source = source_rank(comms, self.operation, "src", self._source)
         if not self._outputs:
             raise ValueError("scatter_object_list: scatter_object_output_list needs at least one element")
-        arguments = {"src": integer("src", self._source, "a rank"), **self._mine.arguments()}
+        arguments = {"src": source, **self._mine.arguments()}
         if comms.rank == self._source:
             weights_only = self._mine.weights_only
             self._parts = [codec.encode(each, weights_only=weights_only) for each in _to_scatter(comms, self._inputs)]

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, jointly, meet, run
-from easydist.base.arguments import UNSET, either, hiding, integer
+from easydist.base.arguments import UNSET, either, hiding
 from easydist.data.backing import absence
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
@@ -167,9 +167,7 @@ class _Opening(Verb[_Sorted]):
         modifier_rank = self._modifier_rank
         if self._is_open:
             raise RuntimeError("GatheredParameters: the body of this instance has not ended yet; make another instance")
-        check_rank(comms, "modifier_rank", modifier_rank)
-        if modifier_rank is not None:
-            modifier_rank = integer("modifier_rank", modifier_rank, "a rank")
+        modifier_rank = check_rank(comms, self.operation, "modifier_rank", modifier_rank)
         self._sorted = modules, parameters = _sort(self._params)
         check_resharded(parameters)
         return Call({"modifier_rank": modifier_rank, "modules": len(modules), "parameters": len(parameters)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import index
 from typing import Any
 
 import torch.distributed as dist
@@ -41,7 +40,7 @@ def named_rank(group: Group, operation: str, name: str, value: Any, group_value:
     except (TypeError, ValueError) as error:
         return error.with_traceback(None)  # its frames hold it, once the caller has it in a local
     try:
-        return index(rank)  # True selects no row, and NumPy's integers fit no message
+        return integer(name, rank, "a rank")  # NumPy's integers fit no message
     except Exception:  # several ranks, or what ``check_rank`` refuses, where all ranks learn of it
         return rank
 
@@ -60,11 +59,12 @@ def named_peer(group: Group, operation: str, name: str, value: Any, group_value:
     return peer
 
 
-def check_rank(comms: Communicators, name: str, rank: Any) -> None:
-    """Check that an argument is a rank of the group, or None.
+def check_rank(comms: Communicators, operation: str, name: str, rank: Any) -> Any:
+    """Check that an argument is a rank of the group, or None, and return it.
 
     Args:
         comms: The group.
+        operation: The function.
         name: The argument.
         rank: The result of ``named_rank``.
 
@@ -74,9 +74,15 @@ def check_rank(comms: Communicators, name: str, rank: Any) -> None:
     """
     _raise_if_error(rank)
     if rank is None:
-        return
-    if not 0 <= integer(name, rank, "a rank") < comms.size:
-        raise ValueError(f"{name}={rank} is not a rank of the group, which has {counted(comms.size)}")
+        return None
+    if not 0 <= (found := integer(f"{operation}: {name}", rank, "a rank")) < comms.size:
+        raise ValueError(f"{operation}: {name}={rank} is not a rank of the group, which has {counted(comms.size)}")
+    return found
+
+
+def source_rank(comms: Communicators, operation: str, name: str, rank: Any) -> int:
+    """Return an argument as a rank after ``check_rank``; it cannot be None."""
+    return integer(f"{operation}: {name}", check_rank(comms, operation, name, rank), "a rank")
 
 
 def _raise_if_error(rank: Any) -> None:
@@ -85,12 +91,10 @@ def _raise_if_error(rank: Any) -> None:
         raise type(rank)(*rank.args)
 
 
-def checked_ranks(comms: Communicators, name: str, ranks: Any) -> list[int]:
+def checked_ranks(comms: Communicators, operation: str, name: str, ranks: Any) -> list[int]:
     """Return one or several ranks as a list, after ``check_rank``."""
     asked: Sequence[Any] = [ranks] if isinstance(ranks, Exception) else _listed(ranks)
-    for rank in asked:
-        check_rank(comms, name, rank)
-    return [integer(name, rank, "a rank") for rank in asked]
+    return [source_rank(comms, operation, name, rank) for rank in asked]
 
 
 def _member(group: Group, operation: str, name: str, value: Any, group_value: Any) -> Any:
@@ -101,11 +105,11 @@ def _member(group: Group, operation: str, name: str, value: Any, group_value: An
         return rank  # a communicator or coordinator, which counts its own members
     comms = communicators(group)
     if group_value is not None:
-        checked_ranks(comms, group_name, rank)
+        checked_ranks(comms, operation, group_name, rank)
         return rank
     made = group if isinstance(group, dist.ProcessGroup) else comms.groups()[0]
     places = torch_groups.places(made)  # None: torch does not know the group
-    asked = [integer(name, one, "a rank") for one in _listed(rank)]
+    asked = [integer(f"{operation}: {name}", one, "a rank") for one in _listed(rank)]
     if places is not None and (text := _ambiguity(places, group_name, rank, asked)):
         raise ValueError(f"{operation}: {name}={rank} {text}")
     return rank

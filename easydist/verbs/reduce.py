@@ -191,7 +191,7 @@ class Reduce(TreeVerb):
             self.needs_headers = True  # they tell which leaves require grad
 
     def prepare(self, comms: Communicators) -> Call:
-        check_rank(comms, "dst", self._dst)
+        check_rank(comms, self.operation, "dst", self._dst)
         self._reduction, self._scale = reduction, scale = named_reduction(*self._asked)
         if self.gradient is not None:
             demand_everyone(self.operation, self._dst)

@@ -10,7 +10,7 @@ import torch
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
-from easydist.base.arguments import UNSET, dimension, hiding, integer
+from easydist.base.arguments import UNSET, dimension, hiding
 from easydist.base.eager import eager
 from easydist.data import packing
 from easydist.data.arithmetic import split_sizes
@@ -20,7 +20,7 @@ from easydist.state import communicators
 from easydist.typing import Group, T, Timeout, Tree
 from easydist.verbs.buckets import by_comm, dims_of, packed_like, parts_of, resized
 from easydist.verbs.gradients import Adjoint, Gradient
-from easydist.verbs.ranks import check_rank, named_rank
+from easydist.verbs.ranks import named_rank, source_rank
 from easydist.verbs.structures import announced, shared_leaves
 from easydist.verbs.swap import cat, swap
 from easydist.verbs.trees import demand_data, leaves_of
@@ -118,14 +118,14 @@ class _Scatter(Verb[Tree]):
         self._tensor, self._source, self._dim, self._gradient = tensor, source, dim, gradient
 
     def prepare(self, comms: Communicators) -> Call:
-        check_rank(comms, "from_process", self._source)
+        source = source_rank(comms, self.operation, "from_process", self._source)
         self._dim = dimension(self._dim)
         is_source = comms.rank == self._source
         leaves = leaves_of(self._tensor, "scatter") if is_source else Leaves(None)
         if is_source:
             demand_data(leaves, "scatter")
         dims_of(leaves, self._dim, "scatter")
-        arguments = {"from_process": integer("from_process", self._source, "a rank"), "dim": self._dim}
+        arguments = {"from_process": source, "dim": self._dim}
         call = Call(arguments, leaves, self._dim, absent=not is_source)
         if self._gradient is not None:
             self._gradient.ask(call, leaves, comms)

@@ -12,14 +12,13 @@ from easydist.agreement.call import Call
 from easydist.agreement.calling import calling
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb
-from easydist.base.arguments import integer
 from easydist.errors import DisagreementError
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
 from easydist.messages.pair import Buffers
 from easydist.typing import Tree
 from easydist.verbs.buckets import carriers
-from easydist.verbs.ranks import check_rank
+from easydist.verbs.ranks import source_rank
 from easydist.verbs.tensor_dict_messages import Incoming, Misfit, Outgoing, disagreement
 
 _FRAME_HEAD = 128
@@ -61,8 +60,7 @@ class BroadcastTensorDict(Verb[Tree]):
 
     def prepare(self, comms: Communicators) -> Call:
         src = self._src
-        check_rank(comms, "src", src)
-        arguments: dict[str, Any] = {"src": integer("src", src, "a rank")}
+        arguments: dict[str, Any] = {"src": source_rank(comms, self.operation, "src", src)}
         if not self._weights_only:
             codec.demand_pickle()
             arguments["weights_only"] = False

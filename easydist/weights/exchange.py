@@ -133,7 +133,7 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
 
     def prepare(self, comms: Communicators) -> Call:
         """Prepare the source on the first source rank."""
-        sources = checked_ranks(comms, "src", self._src)
+        sources = checked_ranks(comms, self.operation, "src", self._src)
         if not sources or len(set(sources)) < len(sources):
             raise ValueError(f"src={self._src!r} has to name each source once, and at least one")
         self._first = sources[0]

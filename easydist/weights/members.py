@@ -184,7 +184,7 @@ class _Versions(Verb[dict[int, dict[str, Any]]]):
         )
 
     def prepare(self, comms: Communicators) -> Call:
-        checked_ranks(comms, "src", [] if self._src is None else self._src)
+        checked_ranks(comms, self.operation, "src", [] if self._src is None else self._src)
         return Call(nbytes=self._mine.numel())
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> dict[int, dict[str, Any]]:

@@ -119,7 +119,7 @@ def test_errors_with_another_text_on_each_rank_are_one_that_names_them_all(rank,
     lines = message(lambda: easydist.gather(rank, dst=world_size + rank)).splitlines()
     assert lines[0] == f"gather: ranks {', '.join(map(str, range(world_size)))} failed before the exchange"
     for r, line in enumerate(lines[1 : world_size + 1]):
-        assert line.startswith(f"  rank {r}: ValueError: dst={world_size + r} is not a rank of the group")
+        assert line.startswith(f"  rank {r}: ValueError: gather: dst={world_size + r} is not a rank of the group")
 
 
 @pytest.mark.parametrize(("count", "named"), [(11, "8, 9, 10"), (12, "8, 9, 2 more")])

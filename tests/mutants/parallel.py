@@ -48,8 +48,8 @@ MUTANTS = [
     Mutant(
         "parallel/point_to_point.py",
         "PointToPoint.recv",
-        "self._peer_of(src, -1)",
-        "self._peer_of(src, 1)",
+        'self._peer_of("recv", src, -1)',
+        'self._peer_of("recv", src, 1)',
         "tests/parallel/test_pairs.py::test_the_neighbours_of_three_ranks",
     ),
     Mutant(

@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant(
         "verbs/ranks.py",
         "named_rank",
-        "return index(rank)",
+        'return integer(name, rank, "a rank")',
         "return rank",
         "tests/verbs/test_ranks.py::test_any_integer_names_a_rank",
     ),

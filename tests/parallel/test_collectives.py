@@ -1,5 +1,7 @@
 """Tensors among all ranks, against the single-process expression."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -181,11 +183,40 @@ WRONG = {
     "sizes of all_gatherv": "RemoteError: all_gatherv: rank 1 failed before the exchange",
     "no tensor": "RemoteError: all_reduce: rank 1 failed before the exchange",
     "other calls": "DisagreementError: ",
-    "src=-1": "ValueError: src=-1 is not a rank of the group",
-    "src=2": "ValueError: src=2 is not a rank of the group",
-    "src of an object": "ValueError: src=2 is not a rank of the group",
-    "dst=2": "ValueError: dst=2 is not a rank of the group",
+    "src=-1": "ValueError: broadcast_tensor_dict: src=-1 is not a rank of the group",
+    "src=2": "ValueError: broadcast: src=2 is not a rank of the group",
+    "src of an object": "ValueError: broadcast_object: src=2 is not a rank of the group",
+    "dst=2": "ValueError: gather: dst=2 is not a rank of the group",
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [True, "0", 1.5, -1, 9], ids=str)
+@distributed(world_size=2)
+def test_every_method_names_itself_if_a_rank_is_wrong(rank, wrong):
+    x, shape = torch.ones(1), torch.Size([1])
+    with made(rank, 2) as group, made(rank, 2, use_message_queue_broadcaster=True) as queued:
+        calls = [
+            ("broadcast", lambda: group.broadcast(x, wrong)),
+            ("gather", lambda: group.gather(x, wrong)),
+            ("broadcast_object", lambda: group.broadcast_object(1, wrong)),
+            ("broadcast_object", lambda: queued.broadcast_object(1, wrong)),
+            ("broadcast_object_list", lambda: group.broadcast_object_list([1], wrong)),
+            ("broadcast_tensor_dict", lambda: group.broadcast_tensor_dict({"x": x}, wrong)),
+            ("send", lambda: group.send(x, wrong)),
+            ("recv", lambda: group.recv(shape, x.dtype, wrong)),
+            ("send_object", lambda: group.send_object(1, wrong)),
+            ("isend_object", lambda: group.isend_object(1, wrong)),
+            ("recv_object", lambda: group.recv_object(wrong)),
+            ("send_tensor_dict", lambda: group.send_tensor_dict({"x": x}, wrong)),
+            ("isend_tensor_dict", lambda: group.isend_tensor_dict({"x": x}, wrong)),
+            ("recv_tensor_dict", lambda: group.recv_tensor_dict(wrong)),
+            ("irecv_tensor_dict", lambda: group.irecv_tensor_dict(wrong)),
+        ]
+        kind = "ValueError" if type(wrong) is int else "TypeError"
+        for name, call in calls:
+            assert re.match(rf"{kind}: {name}: (src|dst)={re.escape(repr(wrong))} is not a", text_of(call)), name
+        assert group.all_reduce(x).item() == 2
 
 
 @distributed(world_size=2)

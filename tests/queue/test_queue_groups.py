@@ -54,7 +54,9 @@ def test_all_ranks_hear_that_they_mean_different_ends(rank):
     for make, name in ((from_one, "writer_rank"), (to_one, "reader_rank")):
         with pytest.raises(DisagreementError, match=rf"rank 1: MessageQueue\({name}=1\)"):
             make(None, 1 << 16, 10, rank)
-        with pytest.raises(RemoteError, match=rf"rank 1: ValueError: {name}=5 is not a rank of the group"):
+        with pytest.raises(
+            RemoteError, match=rf"rank 1: ValueError: MessageQueue: {name}=5 is not a rank of the group"
+        ):
             make(None, 1 << 16, 10, 5 * rank)
         with pytest.raises(ValueError, match=rf"{name}=5 is not a rank of the group"):
             make(None, 1 << 16, 10, 5)

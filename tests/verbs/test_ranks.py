@@ -156,7 +156,7 @@ def test_a_rank_that_is_the_same_member_either_way_is_taken(rank, verb):
 
 
 @pytest.mark.parametrize("verb", [*SOURCES, *TARGETS])
-@pytest.mark.parametrize("one", [True, np.int64(1), torch.tensor([1])], ids=["bool", "numpy", "torch"])
+@pytest.mark.parametrize("one", [np.int64(1), torch.tensor([1])], ids=["numpy", "torch"])
 @distributed(world_size=3)
 def test_any_integer_names_a_rank(rank, verb, one):
     assert met(verb, rank, None, {names(verb)[0]: one}) == 1
@@ -164,7 +164,7 @@ def test_any_integer_names_a_rank(rank, verb, one):
 
 
 @pytest.mark.parametrize("verb", [*SOURCES, *TARGETS])
-@pytest.mark.parametrize("one", [1.5, "a", object], ids=str)
+@pytest.mark.parametrize("one", [1.5, "a", object, True], ids=str)
 @distributed(world_size=3)
 def test_what_is_no_integer_is_refused_by_name(rank, verb, one):
     call = {**SOURCES, **TARGETS}[verb]
