@@ -23,7 +23,7 @@ from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.rendezvous import NEVER, site
 from easydist.liveness.monitor import Monitor
 from easydist.shm.slots import TAGS
-from easydist.torch_backend.overloads import limit_of, overloaded
+from easydist.torch_backend.overloads import limited, overloaded
 from easydist.torch_backend.reductions import reduction
 from easydist.torch_backend.rendezvous import NAME, met
 from easydist.torch_backend.shown import event, shown_to_modes
@@ -213,7 +213,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         target, data = Filled(output), dense(input)
         flat = as_bytes(target.dense)
         gather = lambda: [self._backend.all_gather_single(flat, as_bytes(data))]  # noqa: E731
-        return self._begin("all_gather_single", (data, None, None), gather, [target])
+        return limited(self._begin("all_gather_single", (data, None, None), gather, [target]), opts)
 
     def all_gather_single_coalesced(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> GroupWork:
         """Call ``all_gather_single`` for several tensors."""
@@ -250,9 +250,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         target, data = Filled(output), dense(input)
         outputs = self._parts("output", target.dense, output_split_sizes)
         inputs = self._parts("input", data, input_split_sizes)
-        work = self._swap("all_to_all_single", outputs, inputs, [target])
-        work.limit = limit_of(timeout or opts)
-        return work
+        return limited(self._swap("all_to_all_single", outputs, inputs, [target]), timeout or opts)
 
     @overloaded(1, 1)
     def alltoall(self, output_tensors: TensorList, input_tensors: TensorList, opts: Any = None) -> GroupWork:
@@ -343,7 +341,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         if not _fit(input, output, self.size()):
             raise ValueError(f"reduce_scatter_single: {self.size()} times {seen(output)} is not {seen(input)}")
         parts = dense(input).reshape(self.size(), -1).unbind()
-        return self._reduce_scatter("reduce_scatter_single", output, parts, opts)
+        return limited(self._reduce_scatter("reduce_scatter_single", output, parts, opts), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> GroupWork:
         """Call ``reduce_scatter_single`` for several tensors."""

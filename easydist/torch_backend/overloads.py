@@ -14,9 +14,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-F = TypeVar("F", bound=Callable[..., Any])
+from easydist.torch_backend.work import GroupWork
 
-_NAMES = ("Allreduce", "Broadcast", "Allgather", "Reduce", "Gather", "Scatter", "ReduceScatter", "Barrier", "AllToAll")
+F = TypeVar("F", bound=Callable[..., Any])
+W = TypeVar("W", bound=GroupWork)
+
+_NAMES = ("Allreduce", "Broadcast", "Allgather", "Reduce", "Gather", "Scatter", "ReduceScatter", "Barrier", "AllToAll",
+          "AllreduceCoalesced")  # fmt: skip
 _OPTIONS = tuple(getattr(dist, f"{name}Options") for name in _NAMES if hasattr(dist, f"{name}Options"))
 _NO_LIMIT = timedelta(0)
 
@@ -37,13 +41,17 @@ def overloaded(*depths: int) -> Callable[[F], F]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) != len(depths) + 1 or not isinstance(args[-1], _OPTIONS):
                 args = _first_form(method.__name__, args, kwargs, depths)
-            work = method(self, *args)
-            work.limit = limit_of(args[-1])
-            return work
+            return limited(method(self, *args), args[-1])
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def limited(work: W, options: Any) -> W:
+    """Give a work the limit in torch's options, and return it."""
+    work.limit = limit_of(options)
+    return work
 
 
 def limit_of(options: Any) -> timedelta:

@@ -101,10 +101,10 @@ MUTANTS = [
     ),
     Mutant(
         "torch_backend/overloads.py",
-        "overloaded",
-        "work.limit = limit_of(args[-1])",
+        "limited",
+        "work.limit = limit_of(options)",
         "pass",
-        "tests/torch_backend/test_process_group.py::test_the_limit_of_a_second_form",
+        "tests/torch_backend/test_process_group.py::test_the_limit_of_one_operation",
     ),
     Mutant(
         "torch_backend/overloads.py",

@@ -291,9 +291,39 @@ LIMITED = {
 }
 
 
+def options(kind, limit):
+    """torch's options with a limit."""
+    made = kind()
+    made.timeout = limit
+    return made
+
+
+TWO, FOUR = [torch.zeros(2), torch.zeros(2)], [torch.zeros(4), torch.zeros(4)]
+LIMITED |= {
+    "all_gather_single": lambda made, limit: made.all_gather_single(
+        FOUR[0], TWO[0], options(dist.distributed_c10d.AllgatherOptions, limit)
+    ),
+    "all_gather_single_coalesced": lambda made, limit: made.all_gather_single_coalesced(
+        FOUR, TWO, options(dist.distributed_c10d.AllgatherOptions, limit)
+    ),
+    "allgather_coalesced": lambda made, limit: made.allgather_coalesced(
+        [TWO, TWO], TWO, options(dist.distributed_c10d.AllgatherOptions, limit)
+    ),
+    "allreduce_coalesced": lambda made, limit: made.allreduce_coalesced(
+        TWO, options(dist.AllreduceCoalescedOptions, limit)
+    ),
+    "reduce_scatter_single": lambda made, limit: made.reduce_scatter_single(
+        TWO[0], FOUR[0], options(dist.ReduceScatterOptions, limit)
+    ),
+    "reduce_scatter_single_coalesced": lambda made, limit: made.reduce_scatter_single_coalesced(
+        TWO, FOUR, options(dist.ReduceScatterOptions, limit)
+    ),
+}
+
+
 @pytest.mark.parametrize("name", LIMITED)
 @distributed(world_size=2)
-def test_the_limit_of_a_second_form(name, rank):
+def test_the_limit_of_one_operation(name, rank):
     made = group()
     if rank == 0:
         with pytest.raises(easydist.CollectiveTimeout, match=r"within the timeout of 0\.25 s"):
