@@ -77,13 +77,13 @@ def save(
     if not isinstance(target, str | bytes | os.PathLike):
         swapped = ", and a path as the tree: they are swapped" if isinstance(tree, str | os.PathLike) else ""
         raise TypeError(f"save: got {type(target).__name__} as the path{swapped}; pass save(tree, path)")
-    tensors, texts = _described("save", tree, metadata, names)
+    tensors, texts = described("save", tree, metadata, names)
     with _replacing(path) as file:
         for chunk in chunks(tensors, texts):
             file.write(chunk)
 
 
-def _described(
+def described(
     operation: str, tree: Tree, metadata: Mapping[str, str] | None, names: Names
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     if taken := [key for key in metadata or () if str(key).startswith("easydist.")]:
@@ -122,7 +122,7 @@ def header(tree: Tree, metadata: Mapping[str, str] | None = None, *, names: Name
 
     Source: https://huggingface.co/docs/safetensors/index#format
     """
-    return decode(encode(*_described("header", tree, metadata, names)), apart=True)
+    return decode(encode(*described("header", tree, metadata, names)), apart=True)
 
 
 def read_header(source: str | os.PathLike[str] | bytes | bytearray | memoryview) -> Header:
@@ -249,16 +249,27 @@ def load(path: str | os.PathLike[str], *, device: Device = "cpu", into: Tree = N
     Source: https://huggingface.co/docs/safetensors/index#format
     """
     with _naming(path):
-        buffer, head = _open(path)
-        tensors = head.tensors(buffer)
         targets = None if into is None else Targets(into)
-        if (text := head.metadata.get(outline.METADATA)) is not None:
-            wanted = None if targets is None else targets.values
-            data, leaves = outline.decode(text, tensors, "cpu" if into is not None else device, wanted)
-        else:
-            data = {name: tensor if into is not None else tensor.to(device) for name, tensor in tensors.items()}
-            leaves = {f"[{name!r}]": tensor for name, tensor in tensors.items()}
+        data, leaves = tree_in(*_open(path), device, targets)
     return data if targets is None else _write_into(targets, leaves, os.fspath(path))
+
+
+def tree_in(
+    buffer: Any, head: Header, device: Device = "cpu", targets: Targets | None = None
+) -> tuple[Tree, Mapping[str, Any]]:
+    """Return the tree in the memory of a file, and its leaves by path.
+
+    Args:
+        buffer: The memory, which the tensors keep alive.
+        head: Its header.
+        device: As in ``load``.
+        targets: The leaves to be written in place; those of the file stay on the CPU.
+    """
+    tensors, where = head.tensors(buffer), device if targets is None else "cpu"
+    if (text := head.metadata.get(outline.METADATA)) is not None:
+        return outline.decode(text, tensors, where, None if targets is None else targets.values)
+    data = {name: tensor.to(where) for name, tensor in tensors.items()}
+    return data, {f"[{name!r}]": tensor for name, tensor in tensors.items()}
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -46,10 +46,10 @@ class MetricCollector:
             others hold no more than these. None: each rank keeps its own rows.
         dst: The rank inside the group to which ``every`` moves rows. With a group of torch, it must be the same rank of
             the world.
-        spill_nbytes: The approximate number of bytes that a rank holds in memory; the rest goes to safetensors files.
-            None: everything stays in memory.
-        directory: The folder for these files; None means the usual one for temporary files. ``reset`` deletes them, and
-            so does the end of the collector.
+        spill_nbytes: The approximate number of bytes that a rank holds in memory; the rest goes to a file. None:
+            everything stays in memory.
+        directory: The folder for this file; None means the usual one for temporary files. The file has no name there:
+            its room is free again after ``reset``, and once the collector or its process has ended, however it ends.
         rtol: The relative difference allowed between values of one sample, since the same sample in another batch may
             be rounded differently.
         group: The participating ranks.

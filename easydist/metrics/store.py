@@ -1,12 +1,9 @@
-"""The rows that one rank has collected: copied, in memory up to a limit, then in safetensors files."""
+"""The rows that one rank has collected: copied, in memory up to a limit, then in a file."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +13,7 @@ from easydist.base.wording import some
 from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
 from easydist.data.packing import dtype_name
 from easydist.format import codec
-from easydist.format.files import load, save
+from easydist.format.spool import Spool, Spooled
 from easydist.metrics.columns import ColumnType, Schema, are_plain, split, taken
 from easydist.metrics.joining import concatenated
 from easydist.typing import Tree
@@ -31,22 +28,22 @@ RowLeaves = list[Any]
 
 
 class _RowBlock(NamedTuple):
-    """Consecutive rows: their leaves, or the path of their file."""
+    """Consecutive rows: their leaves, or their place in a file."""
 
     length: int
     nbytes: int
-    leaves: RowLeaves | str
+    leaves: RowLeaves | Spooled
 
     def read(self) -> RowLeaves:
         """Return the rows, after loading them if they are in a file."""
-        if not isinstance(self.leaves, str):
+        if not isinstance(self.leaves, Spooled):
             return self.leaves
-        return _decoded(load(self.leaves))
+        return _decoded(self.leaves.read())
 
     def written(self) -> RowLeaves:
         """Return the rows as they are in a file: what is not a tensor is a list of one, its encoding."""
-        if isinstance(self.leaves, str):
-            written: RowLeaves = load(self.leaves)
+        if isinstance(self.leaves, Spooled):
+            written: RowLeaves = self.leaves.read()
             return written
         return [leaf if isinstance(leaf, torch.Tensor) else [codec.encode(leaf)] for leaf in self.leaves]
 
@@ -56,7 +53,8 @@ class Store:
 
     Args:
         spill_nbytes: The approximate number of bytes held in memory; None: everything.
-        directory: The folder for files; None means the usual one for temporary files. They are deleted with the store.
+        directory: The folder for the file; None means the usual one for temporary files. The file has no name, so that
+            nothing is left of it even if the process is killed.
 
     Attributes:
         nbytes: The bytes of all rows, in memory and in files.
@@ -70,17 +68,15 @@ class Store:
 
     def __init__(self, spill_nbytes: int | None = None, directory: str | os.PathLike[str] | None = None) -> None:
         self._limit, self._directory = spill_nbytes, directory
-        self._delete: Callable[[], object] = _nothing
         self.clear()
 
     def clear(self) -> None:
-        """Discard all rows, and delete the files."""
+        """Discard all rows; nothing is left of the file once no tensor is mapped from it."""
         self.nbytes = self._held = 0
         self._blocks: list[_RowBlock] = []
         self._open: list[_RowBlock] = []
         self._indices: list[torch.Tensor] = []
-        self._delete()
-        self._folder = ""
+        self._spool = Spool(self._directory)
         self._order: torch.Tensor | None = None
 
     def __len__(self) -> int:
@@ -154,7 +150,7 @@ class Store:
         return [taken(_whole(column), back) for column in zip(*parts, strict=True)]
 
     def _seal(self) -> None:
-        """Join the rows added last to one block, and write blocks to files while the memory limit is exceeded."""
+        """Join the rows added last to one block, and write blocks to the file while the memory limit is exceeded."""
         if self._open:
             columns = zip(*[block.read() for block in self._open], strict=True)
             length, nbytes = sum([block.length for block in self._open]), sum([block.nbytes for block in self._open])
@@ -163,17 +159,9 @@ class Store:
         for i, block in enumerate(self._blocks):
             if self._limit is None or self._held <= self._limit:
                 break
-            if not isinstance(block.leaves, str):
-                self._blocks[i] = self._spilled(block, i)
-
-    def _spilled(self, block: _RowBlock, number: int) -> _RowBlock:
-        if not self._folder:
-            self._folder = tempfile.mkdtemp(prefix="easydist-", dir=self._directory)
-            self._delete = weakref.finalize(self, _delete, self._folder, os.getpid())
-        path = os.path.join(self._folder, f"{number}.safetensors")
-        save(block.written(), path)
-        self._held -= block.nbytes
-        return block._replace(leaves=path)
+            if not isinstance(block.leaves, Spooled):
+                self._blocks[i] = block._replace(leaves=self._spool.append(block.written()))
+                self._held -= block.nbytes
 
 
 def _decoded(written: RowLeaves) -> RowLeaves:
@@ -192,16 +180,6 @@ def _as_slice(positions: torch.Tensor) -> torch.Tensor | slice:
     if last - first + 1 == len(positions) and bool((positions.diff() == 1).all()):
         return slice(first, last + 1)
     return positions
-
-
-def _nothing() -> None:
-    """Do nothing, as there are no files."""
-
-
-def _delete(folder: str, pid: int) -> None:
-    """Delete the files, unless this is a process forked since."""
-    if os.getpid() == pid:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def copied(columns: Mapping[str, Tree], count: int) -> tuple[Schema, RowLeaves, int]:

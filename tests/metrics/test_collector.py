@@ -1,6 +1,7 @@
 """A collector gives what one process has of all samples in order, or says what is missing."""
 
-from contextlib import nullcontext
+import os
+from contextlib import nullcontext, suppress
 
 import launching
 import numpy as np
@@ -310,17 +311,68 @@ def test_nothing_of_an_update_is_kept_but_copied(rank, world_size, options):
     assert got["n"].tolist() == [*range(6 * world_size)]
 
 
+def nameless_files(folder):
+    """Return the sizes of the files without a name in a folder that this process has open."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # of the listing itself
+            if os.readlink(path := f"/proc/self/fd/{number}").startswith(f"{folder}/"):
+                found.append(os.stat(path).st_size)
+    return found
+
+
 @pytest.mark.slow
 def test_files_take_what_is_above_the_limit_and_end_with_the_collector(tmp_path):
     collector = MetricCollector(spill_nbytes=1 << 20, directory=tmp_path)
     for i in range(100):
         collector.update([99 - i], x=torch.full((1, 10_000), i), name=[str(i)])
-    assert len([*tmp_path.rglob("*.safetensors")]) >= 2
+    assert collector._store.nbytes > 3 << 20
+    (nbytes,) = nameless_files(tmp_path)
+    assert nbytes > 2 << 20
     got = collector.compute()
     assert got["x"][:, 5].tolist() == [*range(99, -1, -1)]
     assert got["name"] == [str(i) for i in range(99, -1, -1)]
-    collector.reset()
     assert not [*tmp_path.iterdir()]
+    collector.reset()
+    assert not nameless_files(tmp_path)
+
+
+KILLED = """
+import os, signal, sys, torch
+from easydist import MetricCollector
+collector = MetricCollector(spill_nbytes=0, directory=sys.argv[1])
+collector.update([0, 1], x=torch.ones(2, 200_000))
+collector.state_dict()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_leaves_no_rows_on_the_disk(tmp_path):
+    launching.forked("-c", KILLED, tmp_path, status=-9)
+    assert not [*tmp_path.iterdir()]
+
+
+FORKED = """
+import os, sys, torch
+from easydist import MetricCollector
+torch.set_num_threads(1)
+collector = MetricCollector(spill_nbytes=0, directory=sys.argv[1])
+collector.update([0], x=torch.zeros(1, 300_000))
+collector.state_dict()
+child = os.fork()
+collector.update([1], x=torch.full((1, 300_000), 2.0 if child else 1.0))
+got = collector.compute()["x"][:, 0].tolist()
+assert got == [0, 2 if child else 1], got
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    assert collector.compute()["x"][:, 0].tolist() == [0, 2]
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_writes_to_a_file_of_its_own(tmp_path):
+    launching.forked("-c", FORKED, tmp_path)
 
 
 @distributed(world_size=2)
