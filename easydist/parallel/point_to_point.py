@@ -21,13 +21,19 @@ from easydist.parallel.all_gather_hop import IncomingShares, Terms
 from easydist.parallel.members import Members
 from easydist.typing import Tree
 from easydist.verbs.object_pair import decoded, encoded
+from easydist.verbs.ranks import check_rank
 from easydist.verbs.tensor_dict_messages import Incoming, Outgoing
 
 Received = tuple[Tree, list[Transfer], list[Callable[[], object]]]
 
 
 class PointToPoint(Members):
-    """The methods between two ranks. ``dst=None`` is the next rank of the group, ``src=None`` the previous one."""
+    """The methods between two ranks. ``dst=None`` is the next rank of the group, ``src=None`` the previous one.
+
+    In a group of one rank, trees go nowhere, as in vLLM: ``send_tensor_dict`` returns its argument,
+    ``isend_tensor_dict`` no handles, ``recv_tensor_dict`` None, and ``irecv_tensor_dict`` None, no handles and no
+    functions. So a stage needs no case for a pipeline of one. The other methods raise: there is no other rank.
+    """
 
     @eager
     def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
@@ -120,7 +126,7 @@ class PointToPoint(Members):
         dst: int | None = None,
         all_gather_group: Any = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
-    ) -> None:
+    ) -> Tree | None:
         """Send a tree of tensors and other values to one rank, and return when it has received the tree.
 
         Law: ``recv_tensor_dict(src)`` on rank ``dst`` is ``tensor_dict``.
@@ -139,6 +145,9 @@ class PointToPoint(Members):
             all_gather_tensors: By key (or path, ``"['a']['b']"``): True sends a tensor in shares on one host, too;
                 False never does. Use False for tensors that differ between the ranks of the group.
 
+        Returns:
+            None; in a group of one rank, which sends nothing, ``tensor_dict``.
+
         Raises:
             RemoteError: Something in the tree cannot travel, or the receiver refuses it. The receiver raises the same.
             DisagreementError: The receiver expects another all-gather. It raises the same.
@@ -147,7 +156,10 @@ class PointToPoint(Members):
         Cost: one message there and one back. A tree of more than 31 KiB, or with data that is not on the CPU, needs one
         more for each tensor of 256 KiB or more and one for all others.
         """
+        if self._is_without_peers("send_tensor_dict", "dst", dst):
+            return tensor_dict
         self._send_tree("send_tensor_dict", tensor_dict, dst, all_gather_group, all_gather_tensors, waits=True)
+        return None
 
     @eager
     def isend_tensor_dict(
@@ -160,11 +172,13 @@ class PointToPoint(Members):
         """Send a tree as ``send_tensor_dict`` does, without waiting.
 
         Returns:
-            One handle. ``wait()`` returns when the receiver has received the tree, and raises what ``send_tensor_dict``
-            would; a second ``wait()`` does the same at once. A handle may be dropped. Do not change tensors of 256 KiB
-            and more before they have arrived.
+            One handle; none in a group of one rank, which sends nothing. ``wait()`` returns when the receiver has
+            received the tree, and raises what ``send_tensor_dict`` would; a second ``wait()`` does the same at once. A
+            handle may be dropped. Do not change tensors of 256 KiB and more before they have arrived.
         """
         name = "isend_tensor_dict"
+        if self._is_without_peers(name, "dst", dst):
+            return []
         return [self._send_tree(name, tensor_dict, dst, all_gather_group, all_gather_tensors, waits=False)]
 
     @eager
@@ -182,7 +196,7 @@ class PointToPoint(Members):
             all_gather_tensors: The sender's argument.
 
         Returns:
-            The tree.
+            The tree; None in a group of one rank, to which nobody sends.
 
         Raises:
             RemoteError: The sender's tree cannot travel. The sender raises the same, and so do the ranks that would
@@ -191,6 +205,8 @@ class PointToPoint(Members):
             ValueError: ``src`` is not another rank of the group.
         """
         name = "recv_tensor_dict"
+        if self._is_without_peers(name, "src", src):
+            return None
         incoming, _ = self._receive_tree(name, src, all_gather_group, all_gather_tensors, waits=True)
         tree = incoming.finish()
         incoming.gather(all_gather_group)
@@ -209,9 +225,11 @@ class PointToPoint(Members):
 
         Returns:
             The tree, handles to wait for, and functions to call afterwards, in order. After these the tree's tensors
-            have their values.
+            have their values. In a group of one rank: None, no handles and no functions.
         """
         name = "irecv_tensor_dict"
+        if self._is_without_peers(name, "src", src):
+            return None, [], []
         incoming, transfer = self._receive_tree(name, src, all_gather_group, all_gather_tensors, waits=False)
         if incoming.has_scalars:
             transfer.wait()
@@ -222,6 +240,13 @@ class PointToPoint(Members):
         if incoming.has_shares:
             after.append(lambda: incoming.gather(all_gather_group))
         return tree, handles, after
+
+    def _is_without_peers(self, operation: str, name: str, rank: int | None) -> bool:
+        """True if the group has no other rank, after checking the argument that names one."""
+        if self.world_size > 1:
+            return False
+        check_rank(self.communicators, operation, name, rank)
+        return True
 
     def _send_tree(
         self,

@@ -66,8 +66,8 @@ def test_every_awkward_tree_arrives_as_it_is(rank, world_size):
             else:
                 check_tree(got, data)
         if world_size == 1:
-            assert "dst=0 is not another rank of the group" in text_of(lambda: group.send_tensor_dict(data))
-            assert "src=0 is not another rank of the group" in text_of(group.recv_tensor_dict)
+            assert group.send_tensor_dict(data) is data
+            assert group.recv_tensor_dict() is None
             return
         for step in range(2):  # once round: the even ranks send first
             if (rank + step) % 2 == 0 and rank + 1 < world_size:

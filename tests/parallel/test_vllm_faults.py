@@ -63,14 +63,27 @@ def test_one_rank_has_nobody_to_send_to(rank):
             "recv": lambda: group.recv(torch.Size([1]), torch.float32),
             "send_object": lambda: group.send_object(1, 0),
             "recv_object": lambda: group.recv_object(0),
-            "send_tensor_dict": lambda: group.send_tensor_dict({}),
-            "recv_tensor_dict": group.recv_tensor_dict,
-            "isend_tensor_dict": lambda: group.isend_tensor_dict({}),
-            "irecv_tensor_dict": group.irecv_tensor_dict,
+            "isend_object": lambda: group.isend_object(1, 0),
         }
         for name, call in calls.items():
             assert text_of(call).startswith(f"ValueError: {name}: "), name
             assert "is not another rank of the group, which has 1 rank (0); this is rank 0" in text_of(call)
+
+
+@distributed(world_size=1)
+def test_trees_of_one_rank_go_nowhere(rank):
+    tree = {"x": torch.ones(1)}
+    with made(rank, 1) as group:
+        for peer in (None, 0):
+            assert group.send_tensor_dict(tree, peer) is tree
+            assert group.isend_tensor_dict(tree, peer) == []
+            assert group.recv_tensor_dict(peer) is None
+            assert group.irecv_tensor_dict(peer) == (None, [], [])
+        assert text_of(lambda: group.recv_tensor_dict(1)).startswith(
+            "ValueError: recv_tensor_dict: src=1 is not a rank"
+        )
+    for call in (lambda: group.send_tensor_dict(tree), group.recv_tensor_dict):
+        assert "was destroyed" in text_of(call)
 
 
 @distributed(world_size=2)
