@@ -70,7 +70,7 @@ class Member(Holder):
         self.src = self.src if named is None else named
         return self._level(self.comms, members, self.src, load, self.use if commit else self.hold)
 
-    def share(self, group: Group, *, load: Load | None = None) -> int:
+    def share(self, group: Group, *, load: Load | None = None, commit: bool = True) -> int:
         """Give the members of a second group the newest version that a receiver in it has; all of that group call it.
 
         So a late receiver gets the current version from one that has it, while the others go on in the group of all. It
@@ -80,6 +80,7 @@ class Member(Holder):
         Args:
             group: The second group, for example of one receiver and the late one.
             load: As in ``regroup``.
+            commit: As in ``regroup``: False on a late receiver that serves meanwhile.
 
         Returns:
             The version.
@@ -94,7 +95,7 @@ class Member(Holder):
         comms = communicators(group)
         verb = _Versions(self, None)
         verb.operation = "share"
-        return self._level(comms, run(verb, comms), None, load, self.use)
+        return self._level(comms, run(verb, comms), None, load, self.use if commit else self.hold)
 
     def _level(
         self,

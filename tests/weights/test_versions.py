@@ -321,6 +321,23 @@ def test_an_engine_serves_while_regroup_brings_a_version(rank):
         member.regroup(world)
 
 
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_an_engine_serves_while_share_brings_a_version(rank):
+    first, pair, everyone = dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group()
+    mine = net(0)
+    member = WeightPublisher(state(1), group=first) if rank == 0 else WeightReceiver(mine, group=pair)
+    if rank < 2:
+        assert (member.regroup(first), member.publish() if rank == 0 else member.receive()) == (0, 1)
+    if rank:
+        assert member.share(pair, commit=False) == 1
+        assert (member.version, member.arrived) == [(1, None), (0, 1)][rank - 1]
+        assert_same(dict(mine.state_dict()), state(rank == 1))
+        assert rank == 1 or member.commit() == 1
+    assert member.regroup(everyone, src=0) == member.version == 1
+    assert rank == 0 or assert_same(dict(mine.state_dict()), state(1)) is None
+
+
 @distributed(world_size=2)
 def test_a_version_that_came_after_its_task_was_cancelled_does_not_stop_the_next_one(rank):
     member = WeightPublisher(state(1)) if rank == 0 else WeightReceiver()
