@@ -224,16 +224,16 @@ MUTANTS = [
     Mutant(
         "liveness/rules.py",
         "CallProtocol.leave",
-        "if error.call is not None and error.call > self.number:",
+        "if is_between and error.call is not None and error.call > self.number:",
         "if False:",
         "tests/messages/test_crossing.py::test_a_message_meets_a_call_of_all_ranks",
     ),
     Mutant(
         "liveness/status.py",
         "GroupStatus._crossed",
-        " or self.phase % 2",
-        "",
-        "tests/messages/test_crossing.py::test_a_message_meets_a_call_of_all_ranks",
+        "if self.phase % 2:",
+        "if False:",
+        "tests/messages/test_crossing.py::test_a_message_meets_a_call_of_all_ranks_again_before_they_have_reconnected",
     ),
     Mutant(
         "liveness/crossing.py",
