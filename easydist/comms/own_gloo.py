@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,8 +14,10 @@ from torch.distributed import Store
 
 from easydist.base.gloo_sends import end_wait
 from easydist.base.gloo_threads import run_after_ranks
+from easydist.errors import EasydistError
 from easydist.liveness import keepalive
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.rules import LISTEN_EVERY
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
 from easydist.torch_backend.reductions import premultiplied
 from easydist.transport.backends.c10d import Gloo
@@ -48,6 +51,7 @@ class OwnGloo(Gloo):
         ranks.disconnect, ranks.waits_in_memory = self.disconnect, False
         run_after_ranks(sum(rank == self.rank or ranks.sees(rank) for rank in range(self.size)))
         self._lost = set[dist.Work]()
+        self._awaited, self._looked = 0, (0, 0.0)  # the rank for which it waits; a wait, and the time of a look at it
         watchdog().add(self)
         watchdog().look_regularly(self._end_lost)
 
@@ -58,14 +62,17 @@ class OwnGloo(Gloo):
             end_wait(work)
         self._lost = lost
 
-    def wait_alone(self, work: dist.Work, timeout: timedelta | None, check: Callable[[], None] | None) -> None:
-        """Wait for a message. Ctrl-C ends a wait of the main thread."""
+    def wait_alone(
+        self, work: dist.Work, peer: int, timeout: timedelta | None, check: Callable[[], None] | None
+    ) -> None:
+        """Wait for a message. Ctrl-C ends a wait of the main thread, and so does a recovery that needs this rank."""
         if check is not None:  # while a thread waits, Python handles signals
-            return super().wait_alone(work, timeout, check)
+            return super().wait_alone(work, peer, timeout, functools.partial(self._check, id(work), peer, check))
+        self._awaited = peer
         with signals_wake_watchdog() as is_heard:
             self.waits += is_heard
             try:
-                super().wait_alone(work, timeout, None)
+                super().wait_alone(work, peer, timeout, None)
             finally:
                 self.waits += is_heard
 
@@ -78,8 +85,27 @@ class OwnGloo(Gloo):
         """Do nothing. The messages themselves carry all information for ranks of other hosts."""
 
     def check_wait(self, wait: int) -> None:
-        """End connections to hosts that do not answer. That to an ended rank breaks, and each wait has its limit."""
+        """End connections to hosts that do not answer. That to an ended rank breaks, and each wait has its limit.
+
+        Give the communicator up if the awaited rank recovers another group, and so waits for this rank.
+        """
         keepalive.end_unreachable()
+        if (error := self._recovering(wait, self._awaited)) is not None and wait == self.waits:
+            self._ranks.give_up(error)
+
+    def _check(self, wait: int, peer: int, check: Callable[[], None]) -> None:
+        check()
+        if (error := self._recovering(wait, peer)) is not None:
+            self._ranks.give_up(error)
+            self._ranks.raise_if_broken()
+
+    def _recovering(self, wait: int, peer: int) -> EasydistError | None:
+        """Look once a second, from the second look on, whether a rank that a wait needs recovers another group."""
+        now, (seen, looked) = time.monotonic(), self._looked
+        if seen == wait and now - looked < LISTEN_EVERY:
+            return None
+        self._looked = wait, now
+        return self._ranks.recovering([peer]) if seen == wait else None
 
     def failed(self, error: Exception, wait: int) -> None:
         """Do as ``interrupted``, because of an error of the watchdog's own."""

@@ -182,7 +182,7 @@ class Monitor(GroupStatus):
             cause = self._vanished()
         if cause is None and (crossed := self._crossed(listens)) is not None:
             return crossed
-        if cause is None and listens and (recovering := self._recovering(awaited)) is not None:
+        if cause is None and listens and (recovering := self.recovering(awaited)) is not None:
             return recovering
         if cause is None and (listens or is_late) and self._waits_for_a_body(awaited):
             self.extend(now)
@@ -202,7 +202,7 @@ class Monitor(GroupStatus):
         lost = [peer for peer in far if self.questions.are_unanswered(peer.addresses)]
         return Cause(Why.UNREACHABLE, lost[0].rank) if lost else None
 
-    def _recovering(self, awaited: Sequence[int]) -> EasydistError | None:
+    def recovering(self, awaited: Sequence[int]) -> EasydistError | None:
         """Return the error if an awaited rank recovers another group, and so waits for this rank; None if none does."""
         for peer in self._unfinished(awaited):
             if name := recovered_by(peer):

@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "comms/own_gloo.py",
+        "OwnGloo.check_wait",
+        "            self._ranks.give_up(error)\n",
+        "            pass\n",
+        "tests/groups/test_recovering.py -k outside_of_verbs",
+    ),
+    Mutant(
         "comms/objcol.py",
         "_checked",
         "except (RuntimeError, TypeError, ValueError) as error:",

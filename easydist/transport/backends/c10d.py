@@ -263,11 +263,14 @@ class Gloo(Pairwise):
     def _is_large(self, nbytes: int, peer: int) -> bool:
         return nbytes >= _LARGE_AFAR and (nbytes >= _LARGE or not self.is_near(peer))
 
-    def wait_alone(self, work: dist.Work, timeout: timedelta | None, check: Callable[[], None] | None) -> None:
+    def wait_alone(
+        self, work: dist.Work, peer: int, timeout: timedelta | None, check: Callable[[], None] | None
+    ) -> None:
         """Wait for a message without a monitor.
 
         Args:
             work: The message.
+            peer: The other rank.
             timeout: The time limit; None is the group's.
             check: As in ``wait_watched``.
         """

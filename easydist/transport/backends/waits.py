@@ -43,7 +43,9 @@ class Waiting(Protocol):
     def recv_alone(self) -> Callable[..., dist.Work]:
         """The method of its group that begins to receive."""
 
-    def wait_alone(self, work: dist.Work, timeout: timedelta | None, check: Callable[[], None] | None) -> None:
+    def wait_alone(
+        self, work: dist.Work, peer: int, timeout: timedelta | None, check: Callable[[], None] | None
+    ) -> None:
         """Wait for a message without a monitor."""
 
 
@@ -80,7 +82,7 @@ class MessageWork:
             wait = self._work.wait if timeout is None else functools.partial(self._work.wait, timeout)
             return wait_watched(monitor, self._peer, wait, check)
         try:
-            self._backend.wait_alone(self._work, timeout, check)
+            self._backend.wait_alone(self._work, self._peer, timeout, check)
         except RuntimeError as error:
             error.peer = self._peer  # type: ignore[attr-defined]  # for a later explanation
             raise
