@@ -67,6 +67,8 @@ class EasydistError(Exception):
     is_interrupt = False
     # True if an operation, or a wait, of a communicator has raised it.
     is_told = False
+    # True if the host of the lost rank does not answer.
+    is_unreachable = False
     # The call of all ranks that it ends, for ranks that wait for a message instead: they count that call as made.
     call: int | None = None
     # The waits that it ends, if ranks wait for one another in a circle: each rank, its partner, and the kind and the

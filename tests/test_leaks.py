@@ -101,7 +101,7 @@ VANISHED = launching.sampled(["named/vanish-0", "named/vanish-3", "containers/va
 HOSTS = ["named/verbs", "flat/verbs", "shared/verbs", "containers/verbs", *VANISHED]
 HOSTS += [f"{case}-{victim}" for case, victim in KILLED]
 HOSTS += launching.sampled(["named/queue-2", "named/blink-3", "adopted/verbs"], 3)
-HOSTS += ["named/come-3"]
+HOSTS += ["named/come-3", "named/forsake-2", "named/desert-3"]
 HOSTS += ["named/cut-3"]  # the last one, since it cuts the link
 
 
@@ -179,6 +179,14 @@ def test_a_host_that_vanishes_while_ranks_wait_for_a_late_one_is_named(on_two_ho
     assert [row["type"] for row in rows] == ["PeerLostError"] * 2 + ["CollectiveTimeout"] * 2
     assert rows[0]["text"].splitlines()[0] == rows[1]["text"].splitlines()[0]
     assert re.match(r"gather: rank 2 is lost: .*: its host has not answered for [\d.]+ s; that host", rows[0]["text"])
+
+
+@pytest.mark.parametrize("case", ["named/forsake-2", "named/desert-3"])
+def test_ranks_recover_at_once_without_a_host_that_vanishes(case, on_two_hosts):
+    """Whether it has vanished before, or while they wait for its ranks; no limit is near."""
+    rows, statuses = on_two_hosts[case]
+    assert statuses == [0, 0, 0, 0]
+    assert [row.get("gathered") for row in rows] == [[0, 1], [0, 1], None, None]
 
 
 def test_both_ends_of_a_queue_notice_that_a_host_vanishes(on_two_hosts):

@@ -168,7 +168,10 @@ class Recovery:
             raise RuntimeError(ALREADY_RECOVERED)
         self.monitor.recovers()
         self._registers = self._found_registers()
-        found = self._play(self._machine(timeout), connect)
+        try:
+            found = self._play(self._machine(timeout), connect)
+        finally:
+            self.monitor.questions.end()
         self._is_done = True
         self.monitor.retire()
         return found
@@ -259,16 +262,27 @@ class Recovery:
                 return actions
 
     def _ended(self, heard: list[RecoveryState]) -> set[int]:
-        """Return the ranks that have ended or left, and a lost rank of another host that has not come since.
+        """Return the ranks that have ended or left, and the lost ranks of other hosts that have not come since.
 
         A rank of this host with a broken connection is not lost as long as its process lives: it may come any moment.
         """
         ended = {peer.rank for peer in self.monitor.peers.values() if peer.is_gone() or peer.has_left()}
-        error = self.monitor.broken
-        lost = error.rank if isinstance(error, PeerLostError) else None
-        if lost is None or lost == self.monitor.rank or self.monitor.peers[lost].is_visible:
-            return ended
-        return ended | {lost} if heard[lost].register.stage == Stage.AWAY else ended
+        lost = {*self._lost_with_hosts(), *(self.monitor.silent() if self._asks(heard, ended) else ())}
+        return ended | {rank for rank in lost if heard[rank].register.stage == Stage.AWAY}
+
+    def _lost_with_hosts(self) -> list[int]:
+        """Return the rank of another host whose loss ended the group; if its host does not answer, all of that host."""
+        error, peers = self.monitor.broken, self.monitor.peers
+        if not isinstance(error, PeerLostError) or error.rank not in peers:
+            return []
+        lost = peers[error.rank]
+        far = [peer for peer in peers.values() if not peer.is_visible]
+        return [one.rank for one in far if one is lost or (error.is_unreachable and one.host_id == lost.host_id)]
+
+    def _asks(self, heard: list[RecoveryState], ended: set[int]) -> bool:
+        """True if this is the lowest rank of its host that has come, which asks the other hosts for all of them."""
+        lower = [r for r, peer in self.monitor.peers.items() if r < self.monitor.rank and peer.is_visible]
+        return all(rank in ended or heard[rank].register.stage < Stage.HERE for rank in lower)
 
     # The store of the new group.
 

@@ -198,9 +198,13 @@ class Monitor(GroupStatus):
         """Return the cause if a host no longer answers while ranks meet; connected ranks learn of it from TCP."""
         if not (self.phase % 2 or self.is_meeting) or self._others_warn():
             return None
+        lost = self.silent()
+        return Cause(Why.UNREACHABLE, lost[0]) if lost else None
+
+    def silent(self) -> list[int]:
+        """Ask the hosts of the others if it is time; return the ranks of those that have answered and no longer do."""
         far = [peer for peer in self.peers.values() if not peer.is_visible]
-        lost = [peer for peer in far if self.questions.are_unanswered(peer.addresses)]
-        return Cause(Why.UNREACHABLE, lost[0].rank) if lost else None
+        return [peer.rank for peer in far if self.questions.are_unanswered(peer.addresses)]
 
     def recovering(self, awaited: Sequence[int]) -> EasydistError | None:
         """Return the error if an awaited rank recovers another group, and so waits for this rank; None if none does."""

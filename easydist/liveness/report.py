@@ -33,6 +33,7 @@ _LONGEST, _LONGEST_JSON = 20_000, 32_000
 _CHECKED: dict[str, Callable[[Any], bool]] = {
     "call": lambda value: type(value) is int and 0 <= value < 1 << 53,
     "circle": lambda value: isinstance(value, list) and all(_is_row(row) for row in value),
+    "is_unreachable": lambda value: isinstance(value, bool),
 }
 """The attributes on which the reader acts, and whether it may."""
 
@@ -51,7 +52,7 @@ _FORM = {
     "meetings": int,
     "left": float | None,
 }
-_FIELDS = ("rank", "pid", "host", "exit_status", "missing", "call", "circle")
+_FIELDS = ("rank", "pid", "host", "exit_status", "missing", "call", "circle", "is_unreachable")
 
 
 def _is_row(row: object) -> bool:

@@ -383,7 +383,9 @@ class GroupStatus(GroupProtocol):
             return self._left(peer)
         if cause.report is None:
             how = {Why.BROKE: texts.BROKE, Why.UNREACHABLE: texts.unreachable()}
-            return self._lost(peer, how.get(cause.why, ""))
+            lost = self._lost(peer, how.get(cause.why, ""))
+            lost.is_unreachable = cause.why is Why.UNREACHABLE
+            return lost
         if cause.why is Why.ENDED:
             return self._ended_with(peer, cause.report.text)
         error = cause.report.error()

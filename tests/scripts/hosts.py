@@ -176,6 +176,35 @@ def vanish(link, victim, rank):
     return {"lost": caught.value.rank, "text": str(caught.value)}
 
 
+def forsake(link, victim, rank):
+    """Take a host with two ranks from the network; the others go on without both."""
+    found = vanish(link, victim, rank)
+    return found | (recovered(rank) if rank < 2 else {})
+
+
+def recovered(rank):
+    easydist.recover(timeout=3600)
+    return {"gathered": easydist.gather(rank).tolist()}
+
+
+def desert(link, victim, rank):
+    """Take a host from the network whose ranks have yet to come to the recovery of the others."""
+    easydist.gather(rank)
+    if rank < 2:
+        return recovered(rank)
+    if rank == victim:
+        switch_when_asked(link)
+        listener = socket.create_server(("127.0.0.1", NOTICED_AT))
+    else:
+        connected_to_the_first().close()
+    with pytest.raises(EasydistError):
+        easydist.gather(rank, timeout=within(8))
+    if rank == victim:
+        listener.close()
+        switch(link, "up")
+    return {}
+
+
 def come(link, victim, rank):
     """Take a host from the network whose ranks have come to their first call, while another rank is late."""
     if rank == 0:
@@ -269,7 +298,7 @@ def blink(link, victim, rank):
 
 def work(case, link, rank, size):
     what = case.split("/")[1]
-    if what.startswith(("cut", "vanish", "come", "blink", "sink", "queue")):
+    if what.startswith(("cut", "vanish", "come", "desert", "forsake", "blink", "sink", "queue")):
         found = globals()[what[:-2]](link, int(what[-1]), rank)
     elif what == "verbs":
         found = verbs(link, rank, size)

@@ -17,7 +17,8 @@ from easydist.liveness.timed_store import TimedStore
 
 
 def peer(is_gone=False, has_left=False, is_visible=True):
-    return SimpleNamespace(rank=1, is_gone=lambda: is_gone, has_left=lambda: has_left, is_visible=is_visible)
+    gone, left = (lambda: is_gone), (lambda: has_left)
+    return SimpleNamespace(rank=1, is_gone=gone, has_left=left, is_visible=is_visible, host_id="b")
 
 
 def recovery(modules, one=None, lost=None, **fields):
@@ -26,7 +27,7 @@ def recovery(modules, one=None, lost=None, **fields):
     if error is not None:
         error.rank = lost
     made = object.__new__(modules[0].Recovery)
-    made.monitor = SimpleNamespace(rank=0, name="g", peers={1: one or peer()}, broken=error)
+    made.monitor = SimpleNamespace(rank=0, name="g", peers={1: one or peer()}, broken=error, silent=list)
     made.__dict__.update(fields)
     return made
 
@@ -45,6 +46,31 @@ def a_lost_rank_of_another_host_is_not_waited_for(modules):
     assert recovery(modules, remote, lost=1)._ended(there) == set()  # it has come after all
     assert recovery(modules, remote, lost=0)._ended(away) == set()
     assert recovery(modules, peer(), lost=1)._ended(away) == set()  # it lives, and may come
+
+
+def ranks_of_a_host_that_does_not_answer_are_not_waited_for(modules):
+    """Neither those of the lost rank's host, nor those of a host that answers questions no more."""
+    away, there = [RecoveryState()] * 3, [RecoveryState(Register(Stage.HERE))] * 3
+    one = recovery(modules, peer(is_visible=False), lost=1)
+    one.monitor.peers[2] = other = peer(is_visible=False)
+    other.rank = 2
+    for is_unreachable, host, ended in ((True, "b", {1, 2}), (True, "c", {1}), (False, "b", {1})):
+        one.monitor.broken.is_unreachable, other.host_id = is_unreachable, host
+        assert one._ended(away) == ended
+        assert one._ended(there) == set()
+    one.monitor.broken, one.monitor.silent = None, lambda: [2]
+    assert (one._ended(away), one._ended(there)) == ({2}, set())
+
+
+def the_lowest_rank_of_a_host_asks_the_others(modules):
+    away, there = [RecoveryState()] * 2, [RecoveryState(Register(Stage.HERE))] * 2
+    for is_visible, heard, asks in ((True, there, []), (True, away, [1]), (False, there, [1])):
+        asked = []
+        one = recovery(modules, peer(is_visible=is_visible))
+        one.monitor.rank, one.monitor.peers = 1, {0: one.monitor.peers[1]}
+        one.monitor.silent = lambda asked=asked: asked.append(1) or []
+        one._ended(heard)
+        assert asked == asks
 
 
 def a_process_serves_one_store(modules):
@@ -171,6 +197,8 @@ def later(seconds):
 CASES = [
     who_has_ended_or_left_is_not_waited_for,
     a_lost_rank_of_another_host_is_not_waited_for,
+    ranks_of_a_host_that_does_not_answer_are_not_waited_for,
+    the_lowest_rank_of_a_host_asks_the_others,
     a_process_serves_one_store,
     a_silent_store_does_not_answer,
     who_is_left_out_is_told_so,

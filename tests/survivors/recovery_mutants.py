@@ -200,14 +200,12 @@ RECOVERING = {
     ),
     "all others are taken for ended": Mutant(IN + "_ended", "if peer.is_gone() or peer.has_left()", ""),
     "a lost rank of another host is waited for": Mutant(
-        IN + "_ended", "return ended | {lost} if", "return ended if", False
+        IN + "_ended", "return ended | {rank for rank in lost if", "return ended - {rank for rank in lost if", False
     ),
     "a rank of this host that was called lost is left out": Mutant(
-        IN + "_ended", " or self.monitor.peers[lost].is_visible", ""
+        IN + "_lost_with_hosts", "for peer in peers.values() if not peer.is_visible", "for peer in peers.values()"
     ),
-    "a lost rank that has come is left out": Mutant(
-        IN + "_ended", "if heard[lost].register.stage == Stage.AWAY else ended", ""
-    ),
+    "a lost rank that has come is left out": Mutant(IN + "_ended", " if heard[rank].register.stage == Stage.AWAY", ""),
     "the old store is used though it is gone": Mutant(
         IN + "_address", "not self._on_pages or (register.slot == 1 and self._answers())", "True", False
     ),

@@ -243,6 +243,7 @@ class SimulatedPeer:
         near = told is not None and self._process.host == WORLD.current.host
         self.pid = None if told is None else 100 + rank
         self.shares_pages, self.is_visible = near, near
+        self.host_id = None if told is None else self._process.host
 
     def is_gone(self):
         return self.shares_pages and self._process.is_dead
@@ -262,6 +263,11 @@ class SimulatedMonitor:
         self.rank, self.size, self.name, self.operation, self.entry = process.rank, size, "the group", "gather", ENTRY
         self.own_page, self.broken, self.is_retired, self.log = Page(process), None, False, functools.cache(Log)
         self.peers = {rank: SimulatedPeer(rank) for rank in range(size) if rank != process.rank}
+        self.questions = SimpleNamespace(end=lambda: None)
+
+    def silent(self):
+        """Hosts do not vanish here."""
+        return []
 
     def recovers(self):
         WORLD.step()
