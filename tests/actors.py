@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,9 @@ def private_cluster():
                 patch.setenv("RAY_AUTH_MODE", "disabled")  # its clients look for a token elsewhere
                 own["ray_client_server_port"] = port = free_port()
                 cluster.client = f"ray://{HEAD}:{port}"
-            cluster.add_node(node_ip_address=HEAD, **own, **node)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)  # Ray forgets the log files of its clients' server
+                cluster.add_node(node_ip_address=HEAD, **own, **node)
             ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False, _node_ip_address=HEAD)
             yield cluster
         finally:

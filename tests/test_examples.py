@@ -81,6 +81,19 @@ def test_ray_evaluation(cluster):
     assert "\n".join(lines) in (ROOT / "docs" / "clusters.md").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("pyarrow"), reason="Ray Data needs pyarrow: pip install 'ray[data,train]'")
+def test_ray_data(cluster):
+    out = on_ray("ray_data.py", cluster.address)
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    found = re.findall(r"^(.+): \[(.+)\] (samples, loss .+)", out, re.MULTILINE)
+    assert [where for where, _, _ in found] == ["ranks", "Ray Train's workers"]
+    for _, counts, loss in found:
+        assert sum(map(int, counts.split(", "))) == 1001
+        assert loss in page
+    assert "\nequal to one process, to the last digit\n" in out
+
+
 @pytest.mark.battery
 @pytest.mark.slow
 def test_ray_ranks():
