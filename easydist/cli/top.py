@@ -77,7 +77,7 @@ def _on_ray() -> ClusterRanks:
 
     try:
         return ClusterRanks()
-    except (ConnectionError, ImportError) as error:
+    except (ConnectionError, ImportError, RuntimeError, ValueError) as error:
         raise click.ClickException(str(error)) from None
 
 

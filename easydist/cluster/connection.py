@@ -8,7 +8,9 @@ import math
 import os
 import socket
 import tempfile
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,12 @@ from easydist.base.wording import needs
 _CANNOT_SHIP = (
     "Ranks: this version of Ray ({}) cannot send easydist to the nodes. Install it there and pass ship=False, or call "
     'ray.init(runtime_env={{"py_modules": [easydist]}}) first'
+)
+
+_NO_CLIENT = "{} is an address for Ray's client, which needs grpcio: run pip install 'ray[client]'"
+_NO_SERVER = (
+    "No cluster answers at {}: {}. The server of Ray's client is on the head node, which needs 'ray[client]', too; its "
+    "port, 10001 or that of ray start --ray-client-server-port, has to be open for this machine."
 )
 
 
@@ -33,7 +41,9 @@ def connect(address: str | None, cpus: float, *, shows_output: bool = True) -> b
 
     Raises:
         ConnectionError: There is no cluster at this address.
+        ImportError: Ray is not installed, or its client is not, which the address needs.
     """
+    demand_ray()
     import ray
 
     if ray.is_initialized():
@@ -43,8 +53,25 @@ def connect(address: str | None, cpus: float, *, shows_output: bool = True) -> b
         with contextlib.suppress(ValueError):  # there is a cluster, which counts its CPUs itself
             ray.init(address, num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)), **options)
             return True
-    ray.init(address, **options)
+    where = address or ""
+    if where in ("", "auto"):  # for Ray, too, the variable counts more than "auto"
+        where = os.environ.get("RAY_ADDRESS", where)
+    with _client_errors(where) if where.startswith("ray://") else contextlib.nullcontext():
+        ray.init(address, **options)
     return True
+
+
+@contextlib.contextmanager
+def _client_errors(address: str) -> Iterator[None]:
+    """Say what Ray's client needs if it cannot connect."""
+    if find_spec("grpc") is None:
+        raise ImportError(_NO_CLIENT.format(address))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Ray Client connection timed out")  # the error says more
+            yield
+    except ConnectionError as error:
+        raise ConnectionError(_NO_SERVER.format(address, error)) from None
 
 
 def demand_ray() -> None:

@@ -81,3 +81,20 @@ def test_a_job_cannot_be_chosen():
     done = CliRunner().invoke(main, ["top", "--on", "ray", "train.py"])
     assert done.exit_code == 2
     assert "--on ray shows all jobs" in done.output
+
+
+WITHOUT_GRPC = """
+import sys
+sys.modules["grpc"] = None
+from easydist.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["top", "check"])
+def test_the_client_that_an_address_needs_is_not_installed(command):
+    asked = ("-c", WITHOUT_GRPC, command, "--on", "ray")
+    _, err = launching.forked(*asked, status=1, RAY_ADDRESS="ray://head:10001")
+    assert err.strip() == (
+        "Error: ray://head:10001 is an address for Ray's client, which needs grpcio: run pip install 'ray[client]'"
+    )

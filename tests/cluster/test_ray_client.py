@@ -1,8 +1,10 @@
 """Drivers outside of the cluster, which reach it by ``ray://``."""
 
+import json
+
 import launching
 import pytest
-from actors import MARKS
+from actors import HEAD, MARKS
 
 pytest.importorskip("grpc", reason="Ray's client needs grpcio: pip install 'ray[client]'")
 pytestmark = MARKS
@@ -54,6 +56,33 @@ with easydist.ray.Ranks(2, resources={"rank": 1}) as ranks:
 print("closed")
 """
 
+LOOKED_AT = """
+import json, os, sys, threading
+import easydist, easydist.ray
+
+def waits(begun, release):
+    easydist.wait_for_everyone()
+    if easydist.ProcessState().process_index == 1:
+        open(begun, "w").close()
+        open(release).close()
+    easydist.wait_for_everyone()
+    return os.getpid()
+
+begun, release = (__file__ + end for end in (".begun", ".release"))
+os.mkfifo(begun)
+os.mkfifo(release)
+with easydist.ray.Ranks(2, resources={"rank": 1}) as ranks:
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(ranks.run(waits, begun, release)))
+    thread.start()
+    open(begun).close()
+    import subprocess
+    looked = subprocess.run([sys.executable, "-m", "easydist", "top", "--on", "ray", "--json"], stdout=subprocess.PIPE)
+    open(release, "w").close()
+    thread.join()
+    print(json.dumps([results, json.loads(looked.stdout)]))
+"""
+
 CELLS = """
 import easydist.notebook
 
@@ -83,3 +112,26 @@ def test_a_script_shows_its_output_and_the_command_has_its_status(cluster, tmp_p
 
 def test_the_ranks_of_a_notebook(cluster, tmp_path):
     assert run(cluster, CELLS, tmp_path).splitlines() == ["ranks 0–1: [0, 1]", "['idle', 'idle']"]
+
+
+def test_top_shows_ranks_on_the_nodes(cluster, tmp_path):
+    pids, found = json.loads(run(cluster, LOOKED_AT, tmp_path).splitlines()[-1])
+    (mine,) = [one["ranks"] for one in found["groups"] if [rank["pid"] for rank in one["ranks"]] == pids]
+    assert [(rank["host"], rank["waits_for"]) for rank in mine] == [(HEAD, [1]), (HEAD, [])]
+
+
+def test_a_check_runs_on_the_nodes(cluster):
+    command = ("-m", "easydist", "check", "--on", "ray", "-n", 2, "--json")
+    out, _ = launching.forked(*command, seconds=90, RAY_ADDRESS=cluster.client)
+    results = json.loads(out.splitlines()[-1])
+    assert "2 ranks at " in next(row["said"] for row in results["findings"] if row["check"] == "rendezvous")
+    assert not [row for row in results["findings"] if row["state"] == "fault"]
+
+
+def test_nobody_answers():
+    address = f"ray://127.0.0.1:{launching.free_port()}"
+    soon = {f"RAY_CLIENT_{name}_CONNECTION_TIMEOUT_S": 1 for name in ("INITIAL", "MAX")}
+    for command in ("top", "check"):
+        asked = ("-m", "easydist", command, "--on", "ray")
+        _, err = launching.forked(*asked, status=1, RAY_ADDRESS=address, **soon)
+        assert err.startswith(f"Error: No cluster answers at {address}: ")
