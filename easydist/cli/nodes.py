@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +72,11 @@ class ClusterRanks:
         self._lost = self.silent
 
     def look(self) -> list[list[Rank]]:
-        """Return the ranks of each group, as ``LocalRanks.look`` does for one host."""
+        """Return the ranks of each group, as ``LocalRanks.look`` does for one host.
+
+        Raises:
+            ConnectionError: Ray's client has lost the connection to the cluster.
+        """
         self.silent = [*self._lost]
         told = self._answers([(at, one.look.remote()) for at, one in self._observers.items()], _SECONDS)
         pairs = zip(self._observers, told, strict=True)
@@ -101,9 +106,12 @@ class ClusterRanks:
             return None
 
     def close(self) -> None:
-        """End the actors."""
+        """End the actors, which end by themselves if the connection to the cluster is lost."""
+        if not self._ray.is_initialized():
+            return
         for one in self._observers.values():
-            self._ray.kill(one)
+            with contextlib.suppress(ConnectionError):
+                self._ray.kill(one)
         if self._has_connected:
             disconnect()
 

@@ -63,6 +63,10 @@ def top(job: str | None, once: bool, as_json: bool, stack: bool, on: str | None,
             _show_once(ranks, as_json, stack)
         else:
             _show_live(ranks, interval, stack)
+    except ConnectionError as error:
+        raise click.ClickException(
+            f"the connection to the cluster is lost: {str(error).partition(chr(10))[0]}"
+        ) from None
     finally:
         ranks.close()
 

@@ -23,7 +23,7 @@ _CANNOT_SHIP = (
 
 _NO_CLIENT = "{} is an address for Ray's client, which needs grpcio: run pip install 'ray[client]'"
 _NO_SERVER = (
-    "No cluster answers at {}: {}. The server of Ray's client is on the head node, which needs 'ray[client]', too; its "
+    "no connection to {}: {}\nThe server of Ray's client is on the head node, which needs 'ray[client]', too; its "
     "port, 10001 or that of ray start --ray-client-server-port, has to be open for this machine."
 )
 
@@ -71,7 +71,7 @@ def _client_errors(address: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", "Ray Client connection timed out")  # the error says more
             yield
     except ConnectionError as error:
-        raise ConnectionError(_NO_SERVER.format(address, error)) from None
+        raise ConnectionError(_NO_SERVER.format(address, str(error).strip())) from None
 
 
 def demand_ray() -> None:

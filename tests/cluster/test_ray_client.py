@@ -83,6 +83,23 @@ with easydist.ray.Ranks(2, resources={"rank": 1}) as ranks:
     print(json.dumps([results, json.loads(looked.stdout)]))
 """
 
+LOSES_ITS_SERVER = """
+import sys
+import psutil
+from easydist.cli import top
+from easydist.cli.main import main
+
+def connected(connect=top._on_ray):
+    ranks = connect()
+    for process in psutil.process_iter(["cmdline"]):
+        if {"--mode=specific-server", "--address=" + sys.argv[1]} <= {*process.info["cmdline"]}:
+            process.kill()
+    return ranks
+
+top._on_ray = connected
+main(["top", "--on", "ray", "--once"])
+"""
+
 CELLS = """
 import easydist.notebook
 
@@ -120,6 +137,13 @@ def test_top_shows_ranks_on_the_nodes(cluster, tmp_path):
     assert [(rank["host"], rank["waits_for"]) for rank in mine] == [(HEAD, [1]), (HEAD, [])]
 
 
+def test_top_loses_the_connection(cluster, tmp_path):
+    (tmp_path / "script.py").write_text(LOSES_ITS_SERVER)
+    own = {"RAY_ADDRESS": cluster.client}
+    _, err = launching.forked(tmp_path / "script.py", cluster.address, status=1, seconds=90, **own)
+    assert err.splitlines()[-1].startswith("Error: the connection to the cluster is lost: ")
+
+
 def test_a_check_runs_on_the_nodes(cluster):
     command = ("-m", "easydist", "check", "--on", "ray", "-n", 2, "--json")
     out, _ = launching.forked(*command, seconds=90, RAY_ADDRESS=cluster.client)
@@ -134,4 +158,4 @@ def test_nobody_answers():
     for command in ("top", "check"):
         asked = ("-m", "easydist", command, "--on", "ray")
         _, err = launching.forked(*asked, status=1, RAY_ADDRESS=address, **soon)
-        assert err.startswith(f"Error: No cluster answers at {address}: ")
+        assert err.startswith(f"Error: no connection to {address}: ray client connection timeout\n")
