@@ -58,7 +58,6 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         "_turn",
     )
     _is_call = _is_turn = True
-    _is_awaiting = False
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
             self._timeout = comms.found(self._operation, self._site, self._timeout)
         if not self._is_call:
             return
-        comms.monitor.begin(self._operation, self._site, self._timeout, self._peer, self._is_turn, self._is_awaiting)
+        comms.monitor.begin(self._operation, self._site, self._timeout, self._peer, self._is_turn)
         self._signals = comms.hears_signals(self._peer is not None)
         self._signals.__enter__()
         if comms.monitor.broken is not None or not comms.has_met:
@@ -177,13 +176,6 @@ class waiting(calling):  # noqa: N801 - as above
 
     __slots__ = ()
     _is_turn = False
-
-
-class awaiting(calling):  # noqa: N801 - as above
-    """The context of a call of two ranks in which this one waits until the other one has begun its own."""
-
-    __slots__ = ()
-    _is_awaiting = True
 
 
 class founding(calling):  # noqa: N801 - a context manager, read as a phrase

@@ -26,9 +26,6 @@ from easydist.liveness.timed_store import TimedStore
 
 T = TypeVar("T")
 
-_FORM = (float, int, int | None, [(int, int, int | None)], bool)
-"""The form of an announcement in the store."""
-
 
 def reconnect(store: TimedStore, monitor: Monitor, connect: Callable[[Store, float], T]) -> T:
     """Make connections once all ranks have come to the same call.
@@ -116,8 +113,8 @@ def _ask(store: TimedStore, ranks: Sequence[int], monitor: Monitor) -> Replies:
 
 
 def _announced(where: str, text: bytes) -> Announced:
-    at, meetings, partner, turns, is_sure = decoded(where, text, _FORM)
-    return Announced(at, meetings, partner, tuple((rank, since, before) for rank, since, before in turns), is_sure)
+    at, meetings, partner, turns = decoded(where, text, (float, int, int | None, [(int, int, int | None)]))
+    return Announced(at, meetings, partner, tuple((rank, since, before) for rank, since, before in turns))
 
 
 _ACTIONS: dict[Do, Callable[[Monitor, Step], None]] = {

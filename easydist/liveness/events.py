@@ -90,17 +90,13 @@ class Announced(NamedTuple):
         at: The call that the rank is in.
         meetings: The number of its meetings so far, so that ranks connect in the same one.
         partner: The only other rank in its call; None if all ranks take part.
-        turns: The partners, each with the fields of the ``Turn`` of the last call with it; in a call of all ranks, of
-            the last one before that call.
-        is_sure: True if the rank waits until its partner comes, without a limit of its own; in a call of all ranks, if
-            it has left out no call before that one.
+        turns: The partners, each with the fields of the ``Turn`` of the last call with it.
     """
 
     at: float
     meetings: int
     partner: int | None = None
     turns: tuple[tuple[int, int, int | None], ...] = ()
-    is_sure: bool = False
 
     def turn_with(self, partner: int) -> Turn:
         """Return the number of the last call with a partner."""

@@ -71,7 +71,6 @@ class Monitor(GroupStatus):
         timeout: float | None = None,
         peer: int | None = None,
         is_turn: bool = True,
-        is_awaiting: bool = False,
     ) -> None:
         """Begin a call.
 
@@ -81,7 +80,6 @@ class Monitor(GroupStatus):
             timeout: The time limit in seconds; None for the group's.
             peer: The only other rank that takes part; such calls are not counted. None if all ranks take part.
             is_turn: False if ``peer`` makes no call that belongs to this one, which only waits for an earlier message.
-            is_awaiting: True if this rank waits until ``peer`` makes the call that belongs to this one.
 
         Raises:
             RemoteError: ``peer`` had left this call before the ranks met last.
@@ -89,7 +87,7 @@ class Monitor(GroupStatus):
         now = time.monotonic()
         limit = self.timeout if timeout is None else timeout
         begun = self.crossing.calls() if peer is None and self.crossing.begun else {}  # most groups send no messages
-        may_have_missed = self.begin_call(now, limit, WARN_AFTER, peer, is_turn, begun, is_awaiting)
+        may_have_missed = self.begin_call(now, limit, WARN_AFTER, peer, is_turn, begun)
         self._is_limit_given = timeout is not None
         self.crossing.wait = None
         self.operation, self.site, self._place = operation, site, f"{operation}, call {self.number}, at {site}".encode()

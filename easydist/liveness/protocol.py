@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping
 
 from easydist.errors import EasydistError
 from easydist.liveness.events import Announced, Do, Replies, Step
-from easydist.liveness.rules import CallProtocol, turn_of
+from easydist.liveness.rules import CallProtocol
 
 CONNECTED = 120.0
 """Seconds within which ranks that have all come are connected."""
@@ -46,7 +46,6 @@ class GroupProtocol(CallProtocol):
         broken, self.broken = self.broken, None
         self.phase |= 1
         self._meetings += 1
-        self._announced = {}
         return broken
 
     def meeting(self) -> Meeting:
@@ -57,7 +56,7 @@ class GroupProtocol(CallProtocol):
         told, last, others = NOTHING, self.at, self._told_nothing()
         while True:
             if told.at < last:
-                told = Announced(last, self._meetings, self._partner, self._told_turns(), self._is_sure())
+                told = Announced(last, self._meetings, self._partner, self._told_turns())
                 yield Step(Do.ANNOUNCE, told)
             replies = yield Step(Do.ASK, ranks=[rank for rank, one in others.items() if one.at < told.at])
             if replies is not None and replies.is_passed:  # the others have connected without this rank, and meet again
@@ -67,19 +66,15 @@ class GroupProtocol(CallProtocol):
             others |= replies.announced if replies else {}
             yield Step(Do.GUARD, ranks=[rank for rank, one in others.items() if one.at < told.at])
             others = self._still_there(others)
-            self._announced = {**others, self.rank: told}
             last = max(one.at for one in others.values())
             if told.at < last:
                 yield Step(Do.LISTEN)  # they may have given up the call in which this rank is
                 yield from self._follow(last)
             elif min(one.at for one in others.values()) < told.at:
                 yield Step(Do.PAUSE)
-            elif behind := _behind(self._announced):
-                # The partner gives its call up if it has never begun this one, and this rank hears of that.
-                yield Step(
-                    Do.GIVE_UP if self.rank in behind and not _is_missed(self.rank, self._announced) else Do.PAUSE
-                )
-                others |= dict.fromkeys({*behind} - {self.rank}, NOTHING)
+            elif behind := _behind(others | {self.rank: told}):
+                yield Step(Do.GIVE_UP if self.rank in behind else Do.PAUSE)
+                others |= dict.fromkeys(behind, NOTHING)
             elif self._looks:  # a rank has ended: connecting would fail, and the next look says so
                 yield Step(Do.PAUSE)
             else:
@@ -88,27 +83,8 @@ class GroupProtocol(CallProtocol):
                     self._met = [others.get(rank, told) for rank in range(self.size)]
                     return self._met
 
-    def held_up(self) -> int | None:
-        """Return a rank that waits for this one while all meet; None if none does.
-
-        It waits in a call of two that this one, which is in a call of all ranks, has not begun: neither can go on.
-        """
-        if self._partner is not None:
-            return None
-        told = self._still_there(self._announced)
-        return next((rank for rank, one in told.items() if one.partner == self.rank and _is_missed(rank, told)), None)
-
-    def _is_sure(self) -> bool:
-        """Return ``is_sure`` of this rank's announcement."""
-        is_awaiting = self._is_awaiting and not self._is_limit_given
-        return is_awaiting if self._partner is not None else self._last is not None
-
     def _told_turns(self) -> tuple[tuple[int, int, int | None], ...]:
-        turns = self._turns, self._before
-        if self._partner is None and self._last is not None:
-            turns = self._last
-        since, before = turns
-        return tuple((rank, *turn_of(rank, since, before)) for rank in {**(before or {}), **since})
+        return tuple((rank, *self._turn_with(rank)) for rank in {**(self._before or {}), **self._turns})
 
     def _told_nothing(self) -> dict[int, Announced]:
         return {rank: NOTHING for rank in range(self.size) if rank != self.rank}
@@ -128,7 +104,6 @@ class GroupProtocol(CallProtocol):
             yield Step(Do.NOTICE)
             if is_between or not self.was_interrupted:
                 yield Step(Do.GIVE_UP)
-            self._last = None
         self.number = math.ceil(at) - is_between
         self.at = self.number + 0.5 * is_between
         self._has_followed = True
@@ -160,13 +135,3 @@ def _is_past(rank: int, one: Announced, partner: int, told: Mapping[int, Announc
     other = told[partner]
     ahead = other.turn_with(rank).after(one.turn_with(partner))
     return other.partner is None or ahead > 0 or (ahead == 0 and other.partner != rank)
-
-
-def _is_missed(rank: int, told: Mapping[int, Announced]) -> bool:
-    """True if a rank waits in a call of two whose partner has gone on to the next call of all without it."""
-    one = told[rank]
-    if one.partner is None or not one.is_sure:
-        return False
-    other = told[one.partner]
-    is_next = other.is_sure and other.partner is None and other.at == math.ceil(one.at)
-    return is_next and one.turn_with(one.partner).after(other.turn_with(rank)) > 0

@@ -77,11 +77,7 @@ class CallProtocol:
         # The turn of the call with the partner; and for each partner ``Turn.since`` and ``Turn.before``.
         self._turn, self._turns = NO_TURN, dict[int, int]()
         self._before: Mapping[int, int] | None = _NONE
-        # Both as they were when the call of all ranks began; None if this rank may have left out calls before that one.
-        self._last: tuple[dict[int, int], Mapping[int, int] | None] | None = None
-        self._leaves_out = False  # True if it may do so until the next call of all ranks
-        self._is_awaiting = False  # True if it waits, in a call of two, until the partner comes
-        self._meetings, self._met, self._announced = 0, list[Announced](), dict[int, Announced]()
+        self._meetings, self._met = 0, list[Announced]()
         self._over = dict[int, int]()  # for each rank the number of the last meeting that it has left
         self._left_at: float | None = None
         self._looks = dict[int, int]()  # for each rank that has ended or left, the looks at it in this call
@@ -100,7 +96,6 @@ class CallProtocol:
         peer: int | None = None,
         is_turn: bool = True,
         begun: Mapping[int, int] = _NONE,
-        is_awaiting: bool = False,
     ) -> bool:
         """Begin a call; return True if this rank may have missed reports of the others (see ``missed``).
 
@@ -111,15 +106,12 @@ class CallProtocol:
             peer: The only other rank that takes part; None if all ranks do.
             is_turn: False if ``peer`` makes no call that belongs to this one.
             begun: For each rank, the messages begun with it since the ranks were connected; for calls of all ranks.
-            is_awaiting: True if this rank waits until ``peer`` makes its call.
         """
         self.peer = self._partner = peer
-        self._is_awaiting = is_awaiting
         if peer is None:
             self.number += 1
             self.at = float(self.number)
-            self._last = None if self._leaves_out or self.was_interrupted else (self._turns, self._before)
-            self._turns, self._leaves_out = dict[int, int](), False
+            self._turns.clear()
             self._before = begun if self.broken is None else None  # after an error, ranks leave out calls
         else:
             self.at = self.number + 0.5
@@ -135,7 +127,8 @@ class CallProtocol:
 
     def _turn_with(self, partner: int) -> Turn:
         """Return the number of the last call with a partner."""
-        return turn_of(partner, self._turns, self._before)
+        before = None if self._before is None else self._before.get(partner, 0)
+        return Turn(self._turns.get(partner, 0), before)
 
     def end_call(self, now: float) -> None:
         """End the call."""
@@ -380,28 +373,19 @@ class CallProtocol:
         """
         if self.broken is not None or wait not in (None, self.waits):
             return Parting.NOTHING
-        is_between = self._partner is not None
-        if is_between and error.call is not None and error.call > self.number:  # as if this one were the next of all
-            self.number += 1
-            self.at = float(self.number)
+        if error.call is not None and error.call > self.number:  # as if this rank had made that call, too
+            self.number, self.at = error.call, float(error.call)
             self._turns.clear()
             self._before = None
-            is_between = False
         for rank in self._waited_for_me(error.circle):  # as if this rank had made the call of that one, too
             self._turns[rank] = self._turns.get(rank, 0) + 1
         self.broken, self._left_at = error, self.number_of_report if self._left_at is None else self._left_at
         error.is_earlier = error.is_earlier and self.is_fresh
-        self._leaves_out = self._leaves_out or (is_between and not error.is_earlier)
         return Parting.DISCONNECT if error.is_earlier else Parting.TELL  # earlier: all ranks begin the same call again
 
     def _waited_for_me(self, circle: Sequence[Sequence[int]]) -> list[int]:
         """Return the rank that has waited for this one in a circle; none if this one has waited for it, too."""
         return [rank for rank, partner, *_ in circle if partner == self.rank and rank != self._partner]
-
-
-def turn_of(partner: int, since: Mapping[int, int], before: Mapping[int, int] | None) -> Turn:
-    """Return the number of the last call with a partner, by the numbers of the calls with each rank."""
-    return Turn(since.get(partner, 0), None if before is None else before.get(partner, 0))
 
 
 def _first(causes: Iterable[Cause | None]) -> Cause | None:

@@ -306,13 +306,8 @@ class GroupStatus(GroupProtocol):
         Args:
             listens: True to read and write the store, too.
         """
-        if not self.is_fresh or self.is_promised:
+        if not self.is_fresh or self.is_promised or self.phase % 2:  # while they reconnect, they have yet to hear why
             return None
-        if self.phase % 2:  # they have to hear first why they reconnect
-            rank = self.held_up()
-            if rank is None or not (listens or self.sees(rank)):  # its place is in the store soon
-                return None
-            return self._waiting([self.rank, rank], call=self.number)
         if self._partner is not None:
             if listens:
                 self.crossing.tell(self._write, lambda: (self.phase, self.number))

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from easydist.agreement.calling import awaiting, calling
+from easydist.agreement.calling import calling
 from easydist.base import modes
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.communicators import Communicators
@@ -81,8 +81,7 @@ def send(
     """
     pair = Pair(comms, operation, dst)
     where = modes.without_data()
-    call = awaiting if waits else calling
-    with modes.left() if where else nullcontext(), call(comms, operation, timeout, dst, name="dst"):
+    with modes.left() if where else nullcontext(), calling(comms, operation, timeout, dst, name="dst"):
         try:
             if where:
                 raise modes.refusal(operation, where)
@@ -122,7 +121,7 @@ def receive(
     """
     pair = Pair(comms, operation, src)
     where = modes.without_data()
-    with modes.left() if where else nullcontext(), awaiting(comms, operation, timeout, src, name="src"):
+    with modes.left() if where else nullcontext(), calling(comms, operation, timeout, src, name="src"):
         message = comms.begin(lambda: pair.receive(kind))
         try:
             if where:

@@ -77,40 +77,6 @@ def test_a_message_meets_a_call_of_all_ranks(kind, rank, world_size):
 
 @pytest.mark.slow
 @KINDS
-@distributed(world_size=[2, 3])
-def test_a_message_meets_a_call_of_all_ranks_again_before_they_have_reconnected(kind, rank, world_size):
-    with coordinator(kind, rank, world_size) as group:
-        turns, names = (3, FEW) if kind == "hosts" else (10, [*messages(group, 0)])
-        for name in names:
-            if name == "isend_tensor_dict":  # it is no wait until the ranks are connected
-                continue
-            if rank == 2:
-                groups.of_all("the others do not need this rank for their errors")
-            texts = [alternating(group, rank, name, turn) for turn in range(turns)]
-            if rank < 2:
-                groups.of_all("now it comes to the calls that these two have given up")
-            told = easydist.gather_object([texts], group=group)
-            assert told[0] == told[1]
-            for turn, text in enumerate(told[0]):
-                assert f"rank {turn % 2}: waits in {name.split()[0]}" in text
-                assert f"rank {1 - turn % 2}: waits in gather" in text
-            for src, dst in ((0, 1), (1, 0)):
-                if rank == src:
-                    group.send_object(name, dst)
-                elif rank == dst:
-                    assert group.recv_object(src) == name
-
-
-def alternating(group, rank, name, turn):
-    """Return the text of the error of a turn in which one of the first two ranks waits for a message of the other."""
-    waits = rank == turn % 2
-    with pytest.raises(DisagreementError) as caught:
-        messages(group, 1 - rank)[name]() if waits else gathered(group)
-    return str(caught.value)
-
-
-@pytest.mark.slow
-@KINDS
 @distributed(world_size=sampled([3, 4]))
 def test_who_waits_for_such_a_rank_raises_the_same(kind, rank, world_size):
     with coordinator(kind, rank, world_size) as group:

@@ -107,8 +107,6 @@ def _state_of(rank):
         str(monitor._met),
         str(monitor._turns),
         str(monitor._before),
-        str(monitor._last),
-        monitor._leaves_out,
         str(monitor._over),
         str(monitor._looks),
     ]

@@ -244,30 +244,6 @@ PAST = {
         "a_rank_says_since_when_it_has_not_come_back",
         Mutant("rules", "self.number_of_report if self._left_at is None else self._left_at", "self.number_of_report"),
     ),
-    "takes a rank that may go on for one that waits": (
-        "who_holds_up_a_rank_that_meets_it_gives_up",
-        Mutant("protocol", "if one.partner is None or not one.is_sure:", "if one.partner is None:"),
-    ),
-    "waits for a rank that has left as if that waited, too": (
-        "who_holds_up_a_rank_that_meets_it_gives_up",
-        Mutant("protocol", "told = self._still_there(self._announced)", "told = self._announced"),
-    ),
-    "takes a call that was left out after an error for one that is missing in the program": (
-        "who_may_have_left_out_a_call_holds_up_nobody",
-        Mutant("rules", "None if self._leaves_out or self.was_interrupted", "None if self.was_interrupted"),
-    ),
-    "takes a call that Ctrl-C has ended before it began for one that is missing in the program": (
-        "who_may_have_left_out_a_call_holds_up_nobody",
-        Mutant("rules", "None if self._leaves_out or self.was_interrupted", "None if self._leaves_out"),
-    ),
-    "raises before the rank that holds it up": (
-        "who_waits_for_a_rank_that_holds_it_up_lets_that_one_raise_first",
-        Mutant("protocol", " and not _is_missed(self.rank, self._announced) else", " else"),
-    ),
-    "counts calls that it has yet to make": (
-        "who_counts_a_call_of_the_others_counts_no_further_one",
-        Mutant("rules", "if is_between and error.call is not None", "if error.call is not None"),
-    ),
     "meets who has left": (
         "who_has_left_the_meeting_has_to_come_back",
         Mutant("protocol", "one if one.meetings > self._over.get(rank, 0) else NOTHING for", "one for"),

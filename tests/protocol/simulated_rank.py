@@ -239,7 +239,7 @@ class SimulatedRank:
         monitor = self.monitor
         try:
             self.has_all, self.missing = False, []
-            monitor.begin("call", "place", limit, peer, is_awaiting=peer is not None and not self._posts(peer))
+            monitor.begin("call", "place", limit, peer)
             if peer is not None or not self.is_in_memory:
                 self.notice_signals()  # as ``signals_wake_watchdog``: earlier ones do not end the waits of this call
             yield STEP, None
@@ -267,7 +267,7 @@ class SimulatedRank:
         monitor = self.monitor
         monitor.is_awaited = peer is None
         members = self.group.everyone if peer is None else tuple(sorted((self.rank, peer)))
-        is_posted = self._is_posted(peer)
+        is_posted = peer is not None and self.group.schedule.is_posted(self.group.places[self.rank])
         if is_posted and self.rank == members[0]:
             self._begin_message(members, waits=False)
             self._post_headers(place, members)
@@ -293,13 +293,6 @@ class SimulatedRank:
         monitor.is_awaited = False
         yield STEP, None
         return messages
-
-    def _is_posted(self, peer):
-        return peer is not None and self.group.schedule.is_posted(self.group.places[self.rank])
-
-    def _posts(self, peer):
-        """True if this rank sends without waiting."""
-        return self._is_posted(peer) and self.rank < peer
 
     def _post_headers(self, place, members):
         self.link.post(self.rank, (False, members), ("headers", place, self.monitor.number, 0.0))
