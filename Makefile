@@ -34,8 +34,8 @@ quick: JOBS = 3
 quick: $(VENV)/.test ## run the tests that are not marked slow, on one and two ranks
 	$(PYTEST) -m "not slow and not wide" $(ARGS)
 
-test: $(VENV)/.test ## run the tests, of the next three targets a sample; ARGS="-k gather -x" goes to pytest
-	$(PYTEST) -m "sample or not (ray or notebook or launchers)" $(ARGS)
+test: $(VENV)/.test ## run the tests, of ray, notebook, launchers and slurm a sample; ARGS="-k gather -x" goes to pytest
+	$(PYTEST) -m "sample or not (ray or notebook or launchers or slurm)" $(ARGS)
 
 ray: $(VENV)/.test ## run the tests that need a cluster of Ray
 	$(PYTEST) -m ray $(ARGS)

@@ -22,8 +22,9 @@ LAUNCHERS = (
     "tests/state/test_launchers.py",
     "tests/state/test_trainer.py",
 )
-APART = {"ray": RAY, "notebook": ("tests/notebook/",), "launchers": LAUNCHERS}
-"""The slow tests with targets of their own, by mark. ``make test`` runs those that planted faults name, but DEAREST."""
+APART = {"ray": RAY, "notebook": ("tests/notebook/",), "launchers": LAUNCHERS, "slurm": ("tests/slurm/",)}
+"""The slow tests with targets of their own, by mark. ``make test`` runs those that planted faults name, but DEAREST,
+and one of SLURM's, where SLURM is installed."""
 
 DEAREST = ("tests/notebook/test_on_ray.py", "tests/cli/test_top_on_ray.py")
 """Each of these tests takes as much time as a hundred others: kernels and ranks in actors that load torch."""
@@ -31,7 +32,10 @@ DEAREST = ("tests/notebook/test_on_ray.py", "tests/cli/test_top_on_ray.py")
 _ALL_SLOW = re.compile(r"^pytestmark = (MARKS$|\[?\s*pytest\.mark\.slow\b)", re.MULTILINE)
 """In a file of slow tests only; MARKS are those of Ray's tests."""
 
-NAMED = {name.partition("[")[0] for faults in rooms().values() for one in faults for name in one.tests.split()}
+SLURM = "tests/slurm/test_slurm.py::test_srun"
+NAMED = {SLURM} | {
+    name.partition("[")[0] for faults in rooms().values() for one in faults for name in one.tests.split()
+}
 
 
 def is_left_out(path, config):

@@ -23,10 +23,6 @@ class _BroadcastObjectList(BroadcastObjectList):
     source_name = "src"
 
 
-class _BroadcastObject(_BroadcastObjectList):
-    operation = "broadcast_object"
-
-
 class Objects(Members):
     """The methods that send from one rank to all.
 
@@ -66,8 +62,9 @@ class Objects(Members):
         message through the queue of ``src``, for which only the readers wait.
         """
         if not self._has_queues:
-            (value,) = run(_BroadcastObject([obj], src, self.weights_only), self.communicators)
-            return value
+            verb = _BroadcastObjectList([obj], src, self.weights_only)
+            verb.operation = "broadcast_object"
+            return run(verb, self.communicators)[0]
         source = source_rank(self.communicators, "broadcast_object", "src", src)
         return self._queue_from(source).broadcast_object(obj)
 

@@ -253,7 +253,7 @@ WRONG = {
 WRONG_TYPES = {
     "hints": (lambda c: c.barrier(False, hints={"a": 1}), "hints must be a mapping of str to str"),
     "timeout": (lambda c: c.barrier(False, timeout=5), "timeout must be a timedelta, got 5"),
-    "root": (lambda c: c.broadcast(one, 0.5, False), "float"),
+    "root": (lambda c: c.broadcast(one, 0.5, False), "root=0.5 is not a rank: pass an integer"),
     "op": (lambda c: c.all_reduce(one, "sum", False), "op must be an easydist.comms.ReduceOp"),
     "tensor": (lambda c: c.all_reduce([1.0], SUM, False), "takes tensors, got list"),
     "async_op": (lambda c: c.all_reduce(one, SUM), "async_op"),

@@ -260,7 +260,9 @@ def test_groups_of_a_layout_and_vllms_names(rank):
     assert parallel.in_the_same_node_as(parallel.get_world_group(), 3) == [True] * 4
     for source in (4, "a"):  # of one rank only
         found = text_of(lambda source=source: parallel.in_the_same_node_as(None, 0 if rank else source))
-        assert found.startswith("ValueError: source_rank=4" if source == 4 else "TypeError: "), found
+        assert found.startswith("ValueError: in_the_same_node_as: source_rank=4" if source == 4 else "TypeError: "), (
+            found
+        )
     with pytest.raises(RuntimeError, match="exist already"):
         parallel.initialize_model_parallel(2, 2)
     parallel.destroy_model_parallel()

@@ -76,7 +76,9 @@ def test_a_group_of_one_returns_its_tensors(rank):
             found = text_of(lambda name=name: getattr(group, name)(parameter, 0.5))
             assert found == "TypeError: dim=0.5 is not a dimension: pass an integer"
         assert text_of(lambda: group.all_reduce([1])) == "TypeError: all_reduce: input_ has to be a tensor, got list"
-        assert text_of(lambda: group.gather(parameter, 1)).startswith("ValueError: dst=1 is not a rank of the group")
+        assert text_of(lambda: group.gather(parameter, 1)).startswith(
+            "ValueError: gather: dst=1 is not a rank of the group"
+        )
     assert "was destroyed" in text_of(lambda: group.all_reduce(parameter))
 
 
