@@ -183,7 +183,7 @@ def test_a_host_that_vanishes_while_ranks_wait_for_a_late_one_is_named(on_two_ho
 
 @pytest.mark.parametrize("case", ["named/forsake-2", "named/desert-3"])
 def test_ranks_recover_at_once_without_a_host_that_vanishes(case, on_two_hosts):
-    """Whether it has vanished before, or while they wait for its ranks; no limit is near."""
+    """The host vanishes before they recover, or while they wait for its ranks. No time limit is near."""
     rows, statuses = on_two_hosts[case]
     assert statuses == [0, 0, 0, 0]
     assert [row.get("gathered") for row in rows] == [[0, 1], [0, 1], None, None]

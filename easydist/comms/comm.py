@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -13,7 +12,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch.distributed import DistError, PrefixStore, Store
 
-from easydist.base.arguments import integers
+from easydist.base.arguments import integer, integers
 from easydist.comms.batch import BatchSendRecv
 from easydist.comms.circles import Splits
 from easydist.comms.failures import UNMADE, explained
@@ -205,7 +204,12 @@ class TorchComm(Collectives):
         Raises:
             RuntimeError: On every rank: the sizes are negative or differ, or the ranks cannot share memory.
         """
-        return TorchCommWindow(self, operator.index(window_size), cpu_buf, operator.index(signal_size))
+        return TorchCommWindow(
+            self,
+            integer("window_size", window_size, "an integer"),
+            cpu_buf,
+            integer("signal_size", signal_size, "an integer"),
+        )
 
     def new_window(self, tensor: torch.Tensor | None = None) -> RegisteredWindow:
         """Create a window whose memory is that of a tensor. All ranks call it.

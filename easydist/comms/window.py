@@ -11,6 +11,7 @@ from typing import SupportsIndex
 
 import torch
 
+from easydist.base.arguments import integer
 from easydist.comms.regions import Regions, check_fits, numel_of
 from easydist.data.backing import absence
 from easydist.groups.sharing import all_gather
@@ -153,7 +154,7 @@ class TorchCommWindow(_Window):
         Raises:
             RuntimeError: The view does not lie inside the window, or there is no such rank.
         """
-        return self._view(self._comm.checks.rank("rank", rank), sizes, dtype, operator.index(offset))
+        return self._view(self._comm.checks.rank("rank", rank), sizes, dtype, integer("offset", offset, "an integer"))
 
     def put(
         self, tensor: torch.Tensor, dst_rank: SupportsIndex, target_disp: SupportsIndex, async_op: bool
@@ -172,7 +173,9 @@ class TorchCommWindow(_Window):
         Raises:
             RuntimeError: The tensor does not fit into the window, or there is no such rank.
         """
-        return self._put(tensor, self._comm.checks.rank("dst_rank", dst_rank), operator.index(target_disp))
+        return self._put(
+            tensor, self._comm.checks.rank("dst_rank", dst_rank), integer("target_disp", target_disp, "an integer")
+        )
 
     def signal(
         self, signal_disp: SupportsIndex, signal_val: SupportsIndex, dst_rank: SupportsIndex, async_op: bool
@@ -191,7 +194,7 @@ class TorchCommWindow(_Window):
         Raises:
             RuntimeError: There is no such slot or rank, or the number is too large.
         """
-        rank, value = self._comm.checks.rank("dst_rank", dst_rank), operator.index(signal_val)
+        rank, value = self._comm.checks.rank("dst_rank", dst_rank), integer("signal_val", signal_val, "an integer")
         if not -_LARGEST - 1 <= value <= _LARGEST:
             raise RuntimeError(f"signal_val must be a number of 64 bits, got {value}")
         self._open().signal(rank, self._slot(signal_disp), value)
@@ -219,11 +222,11 @@ class TorchCommWindow(_Window):
         """
         if not isinstance(cmp_op, SignalCmpOp):
             raise TypeError(f"wait_signal(): cmp_op must be a SignalCmpOp, got {cmp_op!r}")
-        value, compare = operator.index(signal_val), _COMPARE[cmp_op]
+        value, compare = integer("signal_val", signal_val, "an integer"), _COMPARE[cmp_op]
         return self._wait(self._slot(signal_disp), lambda slot: compare(slot, value), async_op)
 
     def _slot(self, signal_disp: SupportsIndex) -> int:
-        slot, count = operator.index(signal_disp), self._open().count
+        slot, count = integer("signal_disp", signal_disp, "an integer"), self._open().count
         if not 0 <= slot < count:
             raise RuntimeError(f"signal_disp must be in range [0, {count}), but got {slot}")
         return slot
@@ -311,7 +314,11 @@ class RegisteredWindow(_Window):
         Returns:
             The work, which has ended.
         """
-        return self._put(tensor, self._comm.checks.rank("dst_rank", dst_rank), operator.index(target_offset_nelems))
+        return self._put(
+            tensor,
+            self._comm.checks.rank("dst_rank", dst_rank),
+            integer("target_offset_nelems", target_offset_nelems, "an integer"),
+        )
 
     def signal(self, peer_rank: SupportsIndex, async_op: bool) -> TorchWork:
         """Signal a rank after everything that this rank has put before.

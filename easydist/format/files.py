@@ -86,6 +86,7 @@ def save(
 def described(
     operation: str, tree: Tree, metadata: Mapping[str, str] | None, names: Names
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of a tree by name, and the metadata of their file; ``operation`` is named in errors."""
     if taken := [key for key in metadata or () if str(key).startswith("easydist.")]:
         raise ValueError(f"{operation}: metadata keys that begin with 'easydist.' are reserved, got {taken[0]!r}")
     return outline.describe(tree, metadata, names)

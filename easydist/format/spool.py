@@ -18,6 +18,7 @@ class _File:
     """A file without a name, open as long as anything refers to this object."""
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+        # It outlives any block: the rows that are in it are read when they are asked for.
         file: IO[bytes] = tempfile.TemporaryFile(prefix="easydist-", dir=folder, buffering=0)  # noqa: SIM115
         weakref.finalize(self, file.close)
         self.opened = file

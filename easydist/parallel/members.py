@@ -18,6 +18,7 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
 from easydist.base import torch_groups
+from easydist.base.arguments import integer, integers
 from easydist.base.wording import counted
 from easydist.groups.communicators import Communicators
 from easydist.groups.connecting import connect, registered_group
@@ -64,7 +65,7 @@ class _GroupCreation(Verb[_GroupPair]):
     def prepare(self, comms: Communicators) -> Call:
         self.lists = [_numbers(ranks) for ranks in self._lists]
         _check_lists(self.lists, comms.size)
-        index(self._arguments["local_rank"])
+        integer("GroupCoordinator: local_rank", self._arguments["local_rank"], "a rank")
         told = {name: value for name, value in self._arguments.items() if name != "local_rank"}
         return Call({"group_ranks": self.lists, **told})
 
@@ -78,7 +79,7 @@ class _GroupCreation(Verb[_GroupPair]):
 def _numbers(ranks: Any) -> list[int]:
     """Return a list of ranks as numbers; it may be a tensor, as the rows of a layout are."""
     try:
-        return [index(rank) for rank in ranks]
+        return integers("group_ranks", ranks, "a list of ranks")
     except TypeError:
         raise TypeError(f"group_ranks has {ranks!r}; pass lists of ranks, such as [[0, 1], [2, 3]]") from None
 

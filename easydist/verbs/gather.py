@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from operator import index
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -207,14 +206,13 @@ class Gather(TreeVerb):
         self._tensor, self._dst, self._dim, self._as_list, self.gradient = tensor, dst, dim, as_list, gradient
 
     def prepare(self, comms: Communicators) -> Call:
-        check_rank(comms, self.operation, "dst", self._dst)
+        dst = check_rank(comms, self.operation, "dst", self._dst)
         self._dim = dimension(self._dim)
         if self.gradient is not None:
             demand_everyone(self.operation, self._dst)
         leaves = leaves_of(self._tensor, self.operation, vectors=True, spec=self._spec)
         dims_of(leaves, self._dim, self.operation)
-        arguments: dict[str, Any] = {"dst": self._dst if self._dst is None else index(self._dst)}
-        arguments["dim"] = self._dim
+        arguments: dict[str, Any] = {"dst": dst, "dim": self._dim}
         if self._as_list:
             arguments["as_list"] = True
             if scalars := [leaves.layout.paths[i] or "the value" for i in _scalars(leaves)]:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter, index
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
@@ -191,7 +191,7 @@ class Reduce(TreeVerb):
             self.needs_headers = True  # they tell which leaves require grad
 
     def prepare(self, comms: Communicators) -> Call:
-        check_rank(comms, self.operation, "dst", self._dst)
+        dst = check_rank(comms, self.operation, "dst", self._dst)
         self._reduction, self._scale = reduction, scale = named_reduction(*self._asked)
         if self.gradient is not None:
             demand_everyone(self.operation, self._dst)
@@ -202,8 +202,8 @@ class Reduce(TreeVerb):
         leaves = leaves_of(self._tensor, "reduce")
         check_dtypes(leaves, reduction)
         arguments: dict[str, Any] = {"reduction": reduction, "scale": scale}
-        if self._dst is not None:
-            arguments["dst"] = index(self._dst)
+        if dst is not None:
+            arguments["dst"] = dst
         call = Call(arguments, leaves, nbytes=leaves.layout.packing.nbytes)
         if payload := small_payload(comms, leaves):
             groups = _groups(leaves.layout, leaves.travelling(True), reduction)
