@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import easydist
-from easydist import comms, metrics, tree, weights
+from easydist import comms, metrics, parallel, tree, weights
 from easydist.comms import ReduceOp
 from easydist.errors import WireError
 from easydist.queue import MessageQueue
@@ -38,6 +38,14 @@ MISTAKES = {
     "a flag in place of a rank": (
         lambda: easydist.gather(DATA, dst=True),
         TypeError("gather: dst=True is not a rank: pass an integer"),
+    ),
+    "flags in place of ranks of a coordinator": (
+        lambda: parallel.GroupCoordinator([[True]], 0, "gloo", False),
+        TypeError("group_ranks has [True]; pass lists of ranks, such as [[0, 1], [2, 3]]"),
+    ),
+    "the size of a window as a float": (
+        lambda: comms.TorchComm(comms.Solo()).window_allocate(8.0),
+        TypeError("window_size=8.0 is not an integer: pass an integer"),
     ),
     "a peer as text": (
         lambda: easydist.send_tensor_dict(DATA, dst="0"),
