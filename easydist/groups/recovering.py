@@ -280,7 +280,9 @@ class Recovery:
         return [one.rank for one in far if one is lost or (error.is_unreachable and one.host_id == lost.host_id)]
 
     def _asks(self, heard: list[RecoveryState], ended: set[int]) -> bool:
-        """True if this is the lowest rank of its host that has come, which asks the other hosts for all of them."""
+        """True if this is or was the lowest rank of its host that has come, which asks the other hosts for all."""
+        if self.monitor.questions.have_begun:
+            return True
         lower = [r for r, peer in self.monitor.peers.items() if r < self.monitor.rank and peer.is_visible]
         return all(rank in ended or heard[rank].register.stage < Stage.HERE for rank in lower)
 

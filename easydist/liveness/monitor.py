@@ -194,7 +194,7 @@ class Monitor(GroupStatus):
 
     def _vanished(self) -> Cause | None:
         """Return the cause if a host no longer answers while ranks meet; connected ranks learn of it from TCP."""
-        if not (self.phase % 2 or self.is_meeting) or self._others_warn():
+        if not (self.phase % 2 or self.is_meeting) or (self._others_warn() and not self.questions.have_begun):
             return None
         lost = self.silent()
         return Cause(Why.UNREACHABLE, lost[0]) if lost else None

@@ -35,6 +35,11 @@ class Questions:
     def __init__(self) -> None:
         self._hosts: dict[str, _Host] = {}
 
+    @property
+    def have_begun(self) -> bool:
+        """True if this rank has asked: it goes on when a lower rank of its host comes, which has had no answer yet."""
+        return bool(self._hosts)
+
     def are_unanswered(self, addresses: Iterable[str]) -> bool:
         """True if a host has answered, and now does not any more at any of its addresses; asks again if it is time."""
         if math.isinf(keepalive.AFTER):

@@ -7,9 +7,9 @@ distinguished (named: by EASYDIST_HOST_ID; containers: by their process namespac
 that torch has made; shared: not at all; flat: without shared memory) and the event.
 """
 
-import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -33,8 +33,8 @@ from easydist.liveness import keepalive, questions
 from easydist.queue import MessageQueue
 
 UNREACHABLE_AFTER = within(3)
-NOTICED_AT = 17_000
-"""The port at which a rank hears that another one of its host has noticed something; each host has ports of its own."""
+EVENTS = []
+"""The two events of each case, the last one being this one: a host is gone; ranks of another one have noticed it."""
 
 NUMEL = 1 << 21
 
@@ -190,34 +190,31 @@ def recovered(rank):
 def desert(link, victim, rank):
     """Take a host from the network whose ranks have yet to come to the recovery of the others."""
     easydist.gather(rank)
+    (gone, noticed), found = EVENTS[-1], {}
+    if rank == 0:
+        until(gone)  # rank 1 has had an answer, and this one will have none
     if rank < 2:
-        return recovered(rank)
-    if rank == victim:
+        found = recovered(rank)
+        noticed.set()
+    elif rank == victim:
         switch_when_asked(link)
-        listener = socket.create_server(("127.0.0.1", NOTICED_AT))
-    else:
-        connected_to_the_first().close()
-    with pytest.raises(EasydistError):
-        easydist.gather(rank, timeout=within(8))
-    if rank == victim:
-        listener.close()
+        gone.set()
+        until(noticed)
         switch(link, "up")
-    return {}
+    return found
 
 
 def come(link, victim, rank):
     """Take a host from the network whose ranks have come to their first call, while another rank is late."""
-    if rank == 0:
-        listener = socket.create_server(("127.0.0.1", NOTICED_AT))
-    elif rank == 1:
-        connected_to_the_first().recv(1)  # until it has noticed
+    _, noticed = EVENTS[-1]
+    if rank == 1:
+        until(noticed)
     elif rank == victim:
         threading.Thread(target=switch_when_asked, args=(link,)).start()
     with pytest.raises(EasydistError) as caught:
         easydist.gather(rank, timeout=DEADLINE if rank < 2 else within(8))
     if rank == 0:
-        with listener, listener.accept()[0]:
-            pass
+        noticed.set()
     elif rank == victim:
         switch(link, "up")
     return {"type": caught.typename, "text": str(caught.value)}
@@ -239,7 +236,6 @@ def queue(link, victim, rank):
     """Take a host from the network while its readers wait for the other host's queue, and then the writer for them."""
     made = MessageQueue.create_from_process_group(None, max_chunk_bytes=1 << 20, max_chunks=4, writer_rank=0)
     made.broadcast_object("first" if rank == 0 else None)
-    listener = socket.create_server(("127.0.0.1", NOTICED_AT)) if rank == victim else None
     easydist.wait_for_everyone()
     if rank == victim:
         switch(link, "down")
@@ -247,19 +243,16 @@ def queue(link, victim, rank):
     with pytest.raises((PeerLostError, EOFError)) as caught:
         endlessly(use)
     made.close()
-    if listener is not None:  # with the link, the writer's farewell comes to a reader that has not noticed yet
-        with listener, listener.accept()[0]:
-            switch(link, "up")
+    if rank == victim:  # with the link, the writer's farewell comes to a reader that has not noticed yet
+        until(EVENTS[-1][1])
+        switch(link, "up")
     elif rank > victim:
-        socket.create_connection(("127.0.0.1", NOTICED_AT)).close()
+        EVENTS[-1][1].set()
     return {"text": f"{caught.typename}: {caught.value}"}
 
 
-def connected_to_the_first():
-    while True:
-        with contextlib.suppress(ConnectionRefusedError):  # it has not begun to listen
-            return socket.create_connection(("127.0.0.1", NOTICED_AT))
-        threading.Event().wait(0.01)
+def until(event):
+    assert event.wait(2 * DEADLINE)
 
 
 def switch_when_asked(link):
@@ -322,6 +315,7 @@ def forks(count):
 
 def launch(number, case, link, per_host, pids):
     """Run one case. Return True in all processes but the first."""
+    EVENTS.append((multiprocessing.Event(), multiprocessing.Event()))
     host, ended = forks(len(pids))
     if host is None:
         assert not any(ended)

@@ -28,6 +28,7 @@ def recovery(modules, one=None, lost=None, **fields):
         error.rank = lost
     made = object.__new__(modules[0].Recovery)
     made.monitor = SimpleNamespace(rank=0, name="g", peers={1: one or peer()}, broken=error, silent=list)
+    made.monitor.questions = SimpleNamespace(have_begun=False)
     made.__dict__.update(fields)
     return made
 
@@ -64,9 +65,15 @@ def ranks_of_a_host_that_does_not_answer_are_not_waited_for(modules):
 
 def the_lowest_rank_of_a_host_asks_the_others(modules):
     away, there = [RecoveryState()] * 2, [RecoveryState(Register(Stage.HERE))] * 2
-    for is_visible, heard, asks in ((True, there, []), (True, away, [1]), (False, there, [1])):
+    for is_visible, have_begun, heard, asks in (
+        (True, False, there, []),
+        (True, True, there, [1]),  # a lower rank has come since, and has had no answer yet
+        (True, False, away, [1]),
+        (False, False, there, [1]),
+    ):
         asked = []
         one = recovery(modules, peer(is_visible=is_visible))
+        one.monitor.questions.have_begun = have_begun
         one.monitor.rank, one.monitor.peers = 1, {0: one.monitor.peers[1]}
         one.monitor.silent = lambda asked=asked: asked.append(1) or []
         one._ended(heard)

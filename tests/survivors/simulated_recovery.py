@@ -263,7 +263,7 @@ class SimulatedMonitor:
         self.rank, self.size, self.name, self.operation, self.entry = process.rank, size, "the group", "gather", ENTRY
         self.own_page, self.broken, self.is_retired, self.log = Page(process), None, False, functools.cache(Log)
         self.peers = {rank: SimulatedPeer(rank) for rank in range(size) if rank != process.rank}
-        self.questions = SimpleNamespace(end=lambda: None)
+        self.questions = SimpleNamespace(end=lambda: None, have_begun=False)
 
     def silent(self):
         """Hosts do not vanish here."""
