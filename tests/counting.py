@@ -37,9 +37,9 @@ def recorded():
     """
     operations, begin = [], Channel._begin
 
-    def of_a_message(channel, carrier, verb, buffer):
+    def of_a_message(channel, carrier, verb, *args):
         operations.append((KINDS[verb], carrier))
-        return begin(channel, carrier, verb, buffer)
+        return begin(channel, carrier, verb, *args)
 
     def recording(name, inner):
         def operation(comm, *args, **kwargs):

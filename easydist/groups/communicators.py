@@ -119,6 +119,7 @@ class Communicators:
         monitor: Monitors the waits of the group's calls.
         frames: The buffer for headers.
         under_way: The call that this process is making in the group; empty outside of calls.
+        pairs: What this rank shares with one other rank alone, by rank, until the ranks reconnect.
         turns: The lock for the calls of backward passes, because autograd has a thread for each device.
     """
 
@@ -166,6 +167,7 @@ class Communicators:
         self._recovery: Recovery | None = None
         self._recovers = threading.Lock()
         self._inboxes: dict[int, deque[Any]] = {}
+        self.pairs: dict[int, Any] = {}
         if control is not None:
             self._use(control)
         self.has_met = self._is_recorded = self.size == 1
@@ -323,16 +325,6 @@ class Communicators:
             self._bulk = self._over(near, 1) if hosts == self._hosts else self.control
         return self._bulk
 
-    def between_two(self, nbytes: int) -> Collectives:
-        """Return the communicator for data on the CPU that only two ranks exchange.
-
-        Two ranks cannot create the communicator with larger slots: that takes all ranks of the group.
-
-        Args:
-            nbytes: The number of bytes to move, the same on both ranks.
-        """
-        return self.control if nbytes < _LARGE else self._bulk or self._first
-
     @property
     def hosts(self) -> list[str] | None:
         """The identifier of each rank's host; None if the ranks have not met."""
@@ -348,6 +340,10 @@ class Communicators:
     def inbox(self, peer: int) -> deque[Any]:
         """Return the messages of a rank that were received while this one waited for another."""
         return self._inboxes.setdefault(peer, deque())
+
+    def keep(self, backend: Backend) -> None:
+        """Stop this backend, which is over shared memory, together with the others."""
+        self._shared.append(backend)
 
     def carry_by(self, group: dist.ProcessGroup) -> None:
         """Let another group of the same ranks move the tensors of its devices; call this before the first one moves."""
@@ -451,6 +447,7 @@ class Communicators:
         self.stop()
         # Both ranks count their messages from zero over new connections.
         self._inboxes.clear()
+        self.pairs.clear()
         self.has_met = False
         if self._asked is None or self._asked.plain is not self._store:
             self._asked = TimedStore(self._store)

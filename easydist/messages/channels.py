@@ -13,6 +13,7 @@ from easydist.errors import EasydistError
 from easydist.groups.communicators import Communicators
 from easydist.messages import frames
 from easydist.messages.frames import ACCEPTED, ASKED, FRAME, HEAD, REFUSED, Message
+from easydist.messages.pair_memory import TERM, PairMemory
 from easydist.messages.transfers import Answer, Part
 from easydist.shm.mailbox import Mailbox
 from easydist.transport.backend import Backend
@@ -59,6 +60,17 @@ class Channel:
     def __init__(self, comms: Communicators, peer: int, wait: Callable[[Part], None]) -> None:
         self._comms, self.peer, self._wait = comms, peer, wait
 
+    def offer(self, nbytes: int) -> Mapping[str, str]:
+        """Return the terms in which this rank offers memory for the data of a message that the peer has to accept.
+
+        Args:
+            nbytes: The bytes of the data on the CPU.
+        """
+        return {}
+
+    def take(self, terms: Mapping[str, Any]) -> None:
+        """Take the memory that the terms offer; called before the message is accepted."""
+
     def post(self, frame: torch.Tensor) -> tuple[list[Part], Answer | None]:
         """Send a frame without waiting.
 
@@ -97,13 +109,13 @@ class Channel:
     def move(self, verb: str, buffer: torch.Tensor, device: str, asked: bool) -> Part:
         """Begin to ``"send"`` or ``"recv"`` the data of a device that follows a frame, which was ``ASKED`` or not."""
         comm = self._comms.data(torch.device(device))
-        carrier = self._carrier(buffer.numel(), asked) if comm.get_device().type == "cpu" else comm.backend
-        return self._begin(carrier, verb, buffer)
+        carrier, peer = self._carrier(asked) if comm.get_device().type == "cpu" else (comm.backend, self.peer)
+        return self._begin(carrier, verb, buffer, peer)
 
-    def _begin(self, carrier: Backend, verb: str, buffer: torch.Tensor) -> Part:
+    def _begin(self, carrier: Backend, verb: str, buffer: torch.Tensor, peer: int | None = None) -> Part:
         begin: Callable[[torch.Tensor, int], Begun] = getattr(carrier, verb)
         try:
-            return Part(begin(buffer, self.peer), buffer)
+            return Part(begin(buffer, self.peer if peer is None else peer), buffer)
         except RuntimeError as error:  # the connection broke before
             raise self._comms.monitor.explain(error, self.peer) from error
 
@@ -111,9 +123,9 @@ class Channel:
         """Return the backend that moves frames."""
         return self._comms.control.backend
 
-    def _carrier(self, nbytes: int, asked: bool) -> Backend:
-        """Return the backend that moves data on the CPU."""
-        return self._comms.between_two(nbytes).backend
+    def _carrier(self, asked: bool) -> tuple[Backend, int]:
+        """Return the backend that moves data on the CPU, and the number of the peer in it."""
+        return self._comms.control.backend, self.peer
 
     def _send(self, frame: torch.Tensor) -> list[Part]:
         parts = (frame[: self._first], frame[self._first :])
@@ -154,10 +166,8 @@ class _OfGloo(Channel):
     def _frames(self) -> Backend:
         return self._with_tag(_FRAMES)
 
-    def _carrier(self, nbytes: int, asked: bool) -> Backend:
-        backend = super()._carrier(nbytes, asked)
-        # Nothing would move data that is posted in memory while neither rank waits.
-        return self._with_tag(_DATA) if isinstance(backend, Gloo) or not asked else backend
+    def _carrier(self, asked: bool) -> tuple[Backend, int]:
+        return self._with_tag(_DATA), self.peer
 
     def _fetch_answer(self) -> Part:
         return self._begin(self._with_tag(_ANSWERS), "recv", torch.empty(FRAME, dtype=torch.uint8, device="cpu"))
@@ -173,11 +183,27 @@ class _OfGloo(Channel):
 
 
 class _OfMemory(_OfGloo):
-    """Frames in a mailbox if they fit. Refusals, which are rare, come by gloo."""
+    """Frames in a mailbox if they fit, and data that is asked for in memory. Refusals, which are rare, come by gloo."""
 
     def __init__(self, comms: Communicators, peer: int, wait: Callable[[Part], None], mailbox: Mailbox) -> None:
         super().__init__(comms, peer, wait)
         self._mailbox = mailbox
+        if peer not in comms.pairs:
+            comms.pairs[peer] = PairMemory(comms.rank, peer, mailbox)
+        self._memory: PairMemory = comms.pairs[peer]
+
+    def offer(self, nbytes: int) -> Mapping[str, str]:
+        return self._memory.offer(nbytes)
+
+    def take(self, terms: Mapping[str, Any]) -> None:
+        if TERM in terms:
+            self._memory.attach(self._comms, terms[TERM])
+
+    def _carrier(self, asked: bool) -> tuple[Backend, int]:
+        if not asked:  # nothing would move it in memory while neither rank waits
+            return super()._carrier(asked)
+        pair = self._memory
+        return (self._comms.control.backend, self.peer) if pair.backend is None else (pair.backend, pair.there)
 
     def post(self, frame: torch.Tensor) -> tuple[list[Part], Answer | None]:
         box = self._mailbox
@@ -199,6 +225,7 @@ class _OfMemory(_OfGloo):
             self._refuse(crossed)
         for part in parts:
             self._wait(part)
+        self._memory.conclude(self._comms, answer is None)
         return answer
 
     def receive(self) -> Message:

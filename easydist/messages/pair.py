@@ -163,8 +163,8 @@ class Pair:
 
     def ask(self, kind: int, terms: Mapping[str, Any], body: torch.Tensor, data: Buffers) -> Transfer:
         """Send a message, and return when the receiver has accepted it and the data is sent."""
-        frame = frames.encode(kind, ASKED, terms, body)
-        answer = self._comms.begin(lambda: self._asked(kind, frame))
+        nbytes = sum([buffer.numel() for _, buffer in data if buffer.is_cpu])
+        answer = self._comms.begin(lambda: self._asked(kind, terms, body, nbytes))
         if answer is not None and answer.status == REFUSED:
             raise frames.error_of(answer.terms)
         self._comms.monitor.is_awaited = True
@@ -173,10 +173,11 @@ class Pair:
         self._comms.monitor.is_awaited = False
         return transfer
 
-    def _asked(self, kind: int, frame: torch.Tensor) -> Message | None:
-        self._channel = channel_to(self._comms, self.peer, self._wait)
+    def _asked(self, kind: int, terms: Mapping[str, Any], body: torch.Tensor, nbytes: int) -> Message | None:
+        self._channel = channel = channel_to(self._comms, self.peer, self._wait)
         self._comms.monitor.waits_for(self._begin(SEND))
-        answer = self._channel.ask(frame, lambda message: self._crossed(kind, message))
+        frame = frames.encode(kind, ASKED, {**terms, **channel.offer(nbytes)}, body)
+        answer = channel.ask(frame, lambda message: self._crossed(kind, message))
         self._has_heard()
         return answer
 
@@ -250,6 +251,7 @@ class Pair:
     def accept(self, message: Message, data: Buffers) -> Transfer:
         """Tell the sender that the message is accepted, and begin to receive its data."""
         channel, is_asked = self._channel, message.status == ASKED
+        channel.take(message.terms)
         parts = [channel.move("recv", buffer, device, is_asked) for device, buffer in data if buffer.is_cpu]
         channel.answer(message, None)
         # The first message of a pair over NCCL blocks until both ranks have posted it: the sender waits for the answer.

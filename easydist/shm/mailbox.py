@@ -12,6 +12,7 @@ and the receiver writes, about the messages that it gets:
     taken               chunks copied out
     answered            twice the messages answered; one more if the receiver waits for the next one
     refused             the answers that were refusals
+    attached            1 once it has attached further memory of the sender, for data
 
 A message has to fit into the free chunks as a whole, so that the sender never waits. If it does not, it is sent another
 way, by gloo for instance, and so are all later ones until the receiver has answered every message: then both know that
@@ -35,7 +36,7 @@ class NobodySendsError(RuntimeError):
     """Both ranks wait for a message of the other one."""
 
 
-_, _TAKEN, _SENT, _ELSEWHERE, _LENGTH, _, _ANSWERED, _REFUSED = range(8)
+_ATTACHED, _TAKEN, _SENT, _ELSEWHERE, _LENGTH, _, _ANSWERED, _REFUSED = range(8)
 
 
 class Mailbox:
@@ -183,6 +184,14 @@ class Mailbox:
         sent = self._slots.read(self._theirs + _SENT)
         asks = sent % 2 == 1 and sent >> 1 == self.answered + 1 == self._received + 1
         return asks and not self.has_answer(number)  # read last: a peer that has answered may ask next
+
+    def show_attached(self) -> None:
+        """Show the peer, before the answer to its message, that this rank has attached its memory."""
+        self._slots.write(self._mine + _ATTACHED, 1)
+
+    def has_attached(self) -> bool:
+        """True if the peer has attached the memory of this rank."""
+        return self._slots.read(self._theirs + _ATTACHED) == 1
 
     def unknown_refusals(self) -> int:
         """Return the number of refusals that are not yet in ``refusals``."""

@@ -14,6 +14,7 @@ CASES += launching.sampled([(3, "gloo", name) for name in SCENARIOS])
 CASES += [(3, "shm", "kill_first"), (3, "gloo", "kill_first"), (4, "0011", "kill_first")]
 CASES += [(3, "shm", "kill_meeting"), (3, "gloo", "kill_meeting")]
 CASES += launching.sampled([(2, kind, name) for name in ("midway", "comm_midway") for kind in ("gloo", "01")], 3)
+CASES += [(2, "shm", "message_midway")]
 CASES += launching.sampled([(size, "shm", name) for name in ("kill", "late", "raise") for size in (4, 2)])
 CASES += [(4, "0011", name) for name in ("kill", "late", "interrupt", "stop", "store_stops")] + [
     (4, "0001", "kill")
@@ -94,10 +95,10 @@ def test_the_end_of_a_process_that_has_come_to_reconnect_is_noticed(world_size, 
 
 
 @pytest.mark.slow
-@cases("midway", "comm_midway")
+@cases("midway", "comm_midway", "message_midway")
 def test_the_end_of_a_process_in_the_middle_of_a_large_message_is_noticed(world_size, backend, scenario):
     """gloo does not end such a message when its connection breaks."""
-    kind = "PeerLostError" if scenario == "midway" else "CommPeerLost"
+    kind = "CommPeerLost" if scenario == "comm_midway" else "PeerLostError"
     [row], status = survivors(world_size, backend, scenario, kind)
     assert status == -9
     assert row["fields"]["rank"] == 1

@@ -39,6 +39,20 @@ MUTANTS = [
         "tests/parallel/test_handles.py::test_refusals_of_dropped_messages_are_not_those_of_others",
     ),
     Mutant(
+        "messages/pair_memory.py",
+        "PairMemory.conclude",
+        "if self._mailbox.has_attached()",
+        "if is_accepted",
+        "tests/messages/test_pair_memory.py::test_data_arrives_without_it_where_one_of_them_cannot_map_it",
+    ),
+    Mutant(
+        "messages/pair_memory.py",
+        "PairMemory._use",
+        "        comms.keep(self.backend)\n",
+        "",
+        "tests/messages/test_pair_memory.py::test_ranks_that_reconnect_make_it_anew",
+    ),
+    Mutant(
         "messages/pair.py",
         "Pair.reject",
         "asked=False",

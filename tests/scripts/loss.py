@@ -27,6 +27,7 @@ from launching import within
 import easydist
 from easydist import CollectiveTimeout, EasydistError, ProcessState
 from easydist.comms import new_comm
+from easydist.transport.backends.shm import Shm
 from easydist.transport.backends.waits import MessageWork
 
 DEADLINE = within(15)
@@ -138,10 +139,21 @@ def midway(scenario: str, rank: int, world_size: int) -> None:
     easydist.broadcast(data) if comm is None else comm.broadcast(data, 0, False)
 
 
+def message_midway(rank: int) -> None:
+    """Let the last of two ranks end when it has accepted a large message, and before it takes its data."""
+    if rank == 1:
+        Shm.recv = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        easydist.recv_tensor_dict(0)
+    else:
+        easydist.send_tensor_dict({"x": torch.ones(1 << 20)}, 1)
+
+
 def meet(scenario: str, rank: int, world_size: int) -> None:
     """Make the call that the last rank spoils, or the rank that serves the store."""
     if scenario == "together":
         return together(rank, world_size)
+    if scenario == "message_midway":
+        return message_midway(rank)
     if scenario.endswith("midway"):
         return midway(scenario, rank, world_size)
     if scenario.endswith("inside"):
