@@ -98,6 +98,8 @@ def test_ranks_that_reconnect_make_it_anew(rank):
         with pytest.raises(CollectiveTimeout, match="send_tensor_dict"):
             easydist.recv_tensor_dict(0) if rank else easydist.send_tensor_dict(large, 1, timeout=0.5)
         store.set("gave up", "")
+    with pytest.raises(RuntimeError):  # else it might yet write to the caller's tensors
+        before.send(torch.ones(1), 1 - rank)
     assert moved(rank, 0, 1) not in (None, before)
 
 
