@@ -290,6 +290,10 @@ MISTAKES = {
             "save its parts, or use torch.save"
         ),
     ),
+    "a flag in place of an epoch": (
+        lambda: metrics.distributed_loader(range(3), 1).set_epoch(True),
+        TypeError("set_epoch: epoch=True is not the number of an epoch: pass an integer"),
+    ),
     "batches of nothing": (lambda: metrics.distributed_loader(range(3), 0), ValueError("batch_size=0 is less than 1")),
     "a sampler of one's own": (
         lambda: metrics.distributed_loader(range(3), 1, sampler=[1]),

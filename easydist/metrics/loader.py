@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import index
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -159,8 +158,8 @@ class DistributedLoader:
             epoch: Its number, which determines the order together with the seed. An iterable dataset gets it through
                 its own ``set_epoch``, if it has one.
         """
-        if index(epoch) != self._next.epoch:
-            self._next = _Cursor(index(epoch), 0)
+        if (number := integer("set_epoch: epoch", epoch, "the number of an epoch")) != self._next.epoch:
+            self._next = _Cursor(number, 0)
             self._here = self._reading[-1] if self._reading else self._next
 
     def __iter__(self) -> Iterator[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from operator import index
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -104,8 +103,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
         Args:
             epoch: The number of the epoch, from 0.
         """
-        if epoch != self.epoch:
-            self.epoch, self.start = index(epoch), 0
+        if (number := integer("set_epoch: epoch", epoch, "the number of an epoch")) != self.epoch:
+            self.epoch, self.start = number, 0
 
     def __len__(self) -> int:
         step = self.batch_size * self.world_size

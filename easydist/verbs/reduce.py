@@ -22,7 +22,7 @@ from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.transport.comm import Collectives
 from easydist.transport.reduce_op import ReduceOp, combine
-from easydist.transport.work import TorchWork
+from easydist.transport.work import ENDED, Begun, TorchWork
 from easydist.typing import Group, Reduction, Timeout, Tree
 from easydist.verbs.buckets import by_comm, copied, large_alone, small_payload
 from easydist.verbs.gradients import Adjoint, Gradient, demand_everyone, has_gradient, with_own_gradient
@@ -159,6 +159,10 @@ _CHUNK, _CHUNKS = 1 << 20, 8
 """The least bytes of the chunks that are reduced to one rank, and their most number for each rank of the group."""
 
 
+_CONVERTED = 1 << 18
+"""The elements that are converted and reduced at a time, where a large leaf is accumulated in another dtype."""
+
+
 class _DtypeGroup(NamedTuple):
     """Leaves that are reduced together, and the dtype in which their values are accumulated."""
 
@@ -168,6 +172,8 @@ class _DtypeGroup(NamedTuple):
     """True if these are all leaves of one dtype, and the values are accumulated in it."""
     is_bound: bool = False
     """True for a second reduction of integers, as floats, which shows whether the exact result fits 64 bits."""
+    is_finished: bool = False
+    """True if the total is the result of a single leaf, with the mean and the scale applied."""
 
 
 _Total = tuple[_DtypeGroup, torch.Tensor]
@@ -225,11 +231,36 @@ class Reduce(TreeVerb):
         for comm, indices in by_comm(comms, leaves.tensors, travelling, total):
             for group in _groups(leaves.layout, indices, self._reduction):
                 for bucket in large_alone(group.members, nbytes) if comm.backend.shares_memory else [group.members]:
-                    part = group._replace(members=bucket)
-                    begun.append((part, *_begin(comm, leaves, part, op, None if group.is_bound else self._dst)))
+                    begun.append(self._begun(comm, leaves, group._replace(members=bucket), op))
         for _, _, work in begun:
             work.wait()
         return [(group, flat) for group, flat, _ in begun]
+
+    def _begun(
+        self, comm: Collectives, leaves: Leaves, group: _DtypeGroup, op: ReduceOp | None
+    ) -> tuple[_DtypeGroup, torch.Tensor, TorchWork]:
+        first, dst = group.members[0], None if group.is_bound else self._dst
+        kind, data = _dtype_of(leaves, first, self._reduction, self._scale), leaves.tensors[first]
+        is_alone = len(group.members) == 1 and data.is_cpu and comm.backend.shares_memory
+        if op is None or not is_alone or kind is group.dtype or data.numel() <= _CONVERTED:
+            return group, *_begin(comm, leaves, group, op, dst)
+        result = memory.empty([data.numel()], kind)
+        pieces = zip(data.detach().reshape(-1).split(_CONVERTED), result.split(_CONVERTED), strict=True)
+        work = TorchWork(_later(self._converted(comm, piece, group.dtype, op, out) for piece, out in pieces))
+        return group._replace(is_finished=True), result, work
+
+    def _converted(
+        self, comm: Collectives, piece: torch.Tensor, dtype: torch.dtype, op: ReduceOp, out: torch.Tensor
+    ) -> TorchWork:
+        """Begin to reduce a piece in another dtype; at the end, ``out`` has the result."""
+        total, dst = piece.to(dtype, copy=True), self._dst
+
+        def finish() -> Sequence[Begun]:
+            out.copy_(_finish(total, self._reduction, self._scale, comm.get_size()))
+            return ()
+
+        work = comm.all_reduce(total, op, async_op=True) if dst is None else comm.reduce(total, dst, op, async_op=True)
+        return work.followed_by(finish)
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: list[_Total] | None) -> Tree:
         reduction, scale, leaves = self._reduction, self._scale, agreed.call.tree
@@ -238,6 +269,8 @@ class Reduce(TreeVerb):
         for group, flat in self._from_payloads(comms, agreed) if arrived is None else arrived:
             if group.is_bound:
                 _check_bound(leaves, group.members, flat, reduction, comms.size)
+            elif group.is_finished:
+                results[group.members[0]] = flat.view(leaves.layout.shapes[group.members[0]])
             elif is_receiver:
                 total = _finish(flat, reduction, scale, comms.size)
                 results |= _results(leaves, group.members, total, reduction, scale)
@@ -320,6 +353,12 @@ def _reduce_to(comm: Collectives, flat: torch.Tensor, dst: int, op: ReduceOp) ->
         return comm.reduce(flat, dst, op, async_op=True)
     begun = (comm.reduce(chunk, dst, op, async_op=True) for chunk in flat.split(length))
     return TorchWork(_ahead(begun))
+
+
+def _later(begun: Iterator[TorchWork]) -> Iterator[Begun]:
+    """Do as ``_ahead``, but begin the first operation only when it is waited for."""
+    yield ENDED
+    yield from _ahead(begun)
 
 
 def _ahead(begun: Iterator[TorchWork]) -> Iterator[TorchWork]:

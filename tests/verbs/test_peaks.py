@@ -42,6 +42,16 @@ def test_the_peak_of_a_large_call_is_near_that_of_its_result(rank, backend):
         assert peak_of(lambda: easydist.reduce(whole, "sum", dst=1, group=group), NBYTES) < (2.5 if rank == 1 else 0.3)
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak cannot be measured here")
+@pytest.mark.parametrize("parts", [1, 4])
+@distributed(world_size=2)
+def test_floats_of_16_bits_are_reduced_with_little_memory_beside_the_result(parts):
+    """They are accumulated in twice the bytes."""
+    tree = [*torch.ones(NBYTES // 2, dtype=torch.bfloat16).chunk(parts)]
+    easydist.reduce(tree)
+    assert peak_of(lambda: easydist.reduce(tree), NBYTES) < 1.4
+
+
 @pytest.mark.parametrize("dst", [None, 1])
 @BACKENDS
 @distributed(world_size=3)
@@ -62,6 +72,30 @@ def test_packed_leaves_arrive_in_turns(rank, backend, dst):
         assert torch.equal(got["large"], torch.cat([one["large"] for one in trees]))
     else:
         assert got is None
+
+
+@pytest.mark.parametrize("dst", [None, 1])
+@pytest.mark.parametrize(
+    ("op", "scale"), sampled([("mean", 1.0), ("sum", 1.0), ("mean", 0.3), ("prod", 0.3), ("max", 0.3)])
+)
+@distributed(world_size=3)
+def test_values_that_are_converted_have_the_same_bits_in_pieces(rank, op, scale, dst):
+    values = torch.randn(200_003, generator=torch.Generator().manual_seed(rank))
+    tree = {
+        "half": values.half()[::2],
+        "bfloat16": values.bfloat16().view(-1, 1),
+        "float8": values.to(torch.float8_e5m2),
+    }
+    tree |= {"int": (9 * values).int(), "bool": values > 0, "array": (9 * values).numpy().astype("int8")}
+    want = easydist.reduce(tree, op, scale, dst=dst)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verbs, "_CONVERTED", 1 << 12)
+        got = easydist.reduce(tree, op, scale, dst=dst)
+    assert (got is None) == (dst not in (None, rank))
+    for name in got or ():
+        a, b = torch.as_tensor(want[name]), torch.as_tensor(got[name])
+        assert (type(got[name]), a.dtype, a.shape) == (type(want[name]), b.dtype, b.shape)
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("op", "backend"), sampled([*itertools.product(["sum", "mean", "max"], ["shm", "gloo"])], 3))
