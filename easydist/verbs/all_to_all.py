@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -19,15 +20,15 @@ from easydist.state import communicators
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
 from easydist.verbs.buckets import (
+    Begin,
+    Buckets,
     Shapes,
-    at_home,
-    by_comm,
     dims_of,
     every_shape,
-    join,
-    packed_like,
+    moved,
     pad_first,
     parts_of,
+    receiving,
     resized,
     smallest,
 )
@@ -107,25 +108,22 @@ class _AllToAll(TreeVerb):
     def exchange(self, comms: Communicators, agreed: Agreement) -> _Moved:
         leaves = agreed.call.tree
         every = every_shape(comms, leaves, self._dim, agreed)
-        total = sum(smallest(every, leaves.layout.dtypes))
-        arrived: dict[int, torch.Tensor] = {}
-        for comm, indices in by_comm(comms, leaves.tensors, leaves.travelling(agreed.uniform), total):
-            moved = dict(zip(indices, self._move(comm, leaves, every, indices), strict=True))
-            arrived |= at_home(leaves, comm, moved)
-        return every, arrived
+        nbytes = smallest(every, leaves.layout.dtypes)
+        return every, moved(comms, leaves, agreed.uniform, nbytes, functools.partial(self._begin, leaves, every))
 
-    def _move(
-        self, comm: Collectives, leaves: Leaves, every: Sequence[Shapes], indices: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """Exchange the leaves of one communicator."""
-        rank, size = comm.get_rank(), comm.get_size()
-        tensors, all_dims = [leaves.tensors[i] for i in indices], leaves.layout.free(self._dim)[0]
-        dims, dtypes = [all_dims[i] for i in indices], [tensor.dtype for tensor in tensors]
-        shapes = [[_share(row[i], all_dims[i], size, rank) for i in indices] for row in every]
-        outputs = [packed_like(comm, dtypes, row) for row in shapes]
-        rows = zip(*[parts_of(tensor, size, dim) for tensor, dim in zip(tensors, dims, strict=True)], strict=True)
-        comm.all_to_all(outputs, [packing.pack(row, comm.get_device()) for row in rows], async_op=False)
-        return join(outputs, dtypes, shapes, dims)
+    def _begin(self, leaves: Leaves, every: Sequence[Shapes], comm: Collectives, buckets: Buckets) -> Begin:
+        rank, size, dims = comm.get_rank(), comm.get_size(), leaves.layout.free(self._dim)[0]
+        places, works = [], []
+        for bucket in buckets:
+            tensors, shapes = (
+                [leaves.tensors[i] for i in bucket],
+                [[_share(row[i], dims[i], size, rank) for i in bucket] for row in every],
+            )
+            places.append(receiving(comm, tensors, shapes, [dims[i] for i in bucket]))
+            rows = zip(*[parts_of(leaves.tensors[i], size, dims[i]) for i in bucket], strict=True)
+            packed = [packing.pack(row, comm.get_device()) for row in rows]
+            works.append(comm.all_to_all(places[-1].buffers, packed, async_op=True))
+        return places, works
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: _Moved) -> Tree:
         leaves, (every, results) = agreed.call.tree, arrived

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -18,12 +19,19 @@ from easydist.data.arithmetic import split_bounds
 from easydist.data.leaves import Leaves
 from easydist.groups.communicators import Communicators
 from easydist.transport.comm import Collectives
+from easydist.transport.work import TorchWork
 
 Shapes = Sequence[Sequence[int]]
 """The shapes of the leaves in one buffer."""
 
 LARGE = 1 << 18
 """The bytes from which a leaf is sent alone, because copying it into a packed buffer costs more than a message."""
+
+Buckets = Sequence[Sequence[int]]
+"""The indices of leaves, by message."""
+
+_UNDER_WAY = 2
+"""The most turns of packed leaves under way: one that arrives while the one before it is unpacked."""
 
 _TURN, _TURNS = 1 << 21, 16
 """The bytes of the packed leaves that travel at the same time, and the most parts into which all of them are divided:
@@ -173,6 +181,49 @@ def in_turns(indices: Sequence[int], nbytes: Sequence[int]) -> list[list[Sequenc
     return turns
 
 
+def moved(
+    comms: Communicators,
+    leaves: Leaves,
+    tied: bool,
+    nbytes: Sequence[int],
+    begin: Callable[[Collectives, Buckets], Begin],
+) -> dict[int, torch.Tensor]:
+    """Move the leaves of a tree in turns, of which two are under way, so that few packed buffers need memory.
+
+    Args:
+        comms: The group.
+        leaves: The tree.
+        tied: True to move leaves that are one tensor once.
+        nbytes: See ``large_alone``.
+        begin: Begins to move some leaves, given the communicator and their indices by message.
+
+    Returns:
+        The results by index, on the devices of their leaves.
+    """
+    results: dict[int, torch.Tensor] = {}
+    under_way: deque[Callable[[], dict[int, torch.Tensor]]] = deque()
+    for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(tied), sum(nbytes)):
+        is_cpu = comm.get_device().type == "cpu"
+        for buckets in in_turns(members, nbytes) if is_cpu else [large_alone(members, nbytes)]:
+            if len(under_way) == _UNDER_WAY:
+                results |= under_way.popleft()()
+            under_way.append(functools.partial(_arrived, leaves, comm, buckets, *begin(comm, buckets)))
+    while under_way:
+        results |= under_way.popleft()()
+    return results
+
+
+def _arrived(
+    leaves: Leaves, comm: Collectives, buckets: Buckets, places: Sequence[Receiving], works: Sequence[TorchWork]
+) -> dict[int, torch.Tensor]:
+    for work in works:
+        work.wait()
+    every = zip(buckets, places, strict=bool(places))  # on some ranks, nothing arrives
+    return at_home(
+        leaves, comm, {i: one for bucket, place in every for i, one in zip(bucket, place.results(), strict=True)}
+    )
+
+
 def smallest(shapes: Sequence[Shapes], dtypes: Sequence[torch.dtype]) -> list[int]:
     """Return the bytes of each leaf on the rank where it is smallest."""
     rows = shapes[:1] if all(row is shapes[0] for row in shapes) else shapes
@@ -228,6 +279,10 @@ class Receiving(NamedTuple):
     """The function that returns the results, to be called when all parts have arrived."""
 
 
+Begin = tuple[Sequence[Receiving], Sequence[TorchWork]]
+"""The memory for the data of each message, if any comes to this rank; and the operations under way."""
+
+
 def receiving(
     comm: Collectives, tensors: Sequence[torch.Tensor], shapes: Sequence[Shapes], dims: Sequence[int]
 ) -> Receiving:
@@ -243,6 +298,18 @@ def receiving(
         return _in_rows(comm, dtypes, shapes[0])
     buffers = [packed_like(comm, dtypes, row) for row in shapes]
     return Receiving(buffers, lambda: join(buffers, dtypes, shapes, dims))
+
+
+def receiving_one(comm: Collectives, like: Sequence[torch.Tensor]) -> Receiving:
+    """Return memory for one part of the leaves of a bucket, which come like these; a single one becomes the result."""
+    dtypes, shapes = [tensor.dtype for tensor in like], [tensor.shape for tensor in like]
+    buffer = packed_like(comm, dtypes, shapes)
+
+    def results() -> list[torch.Tensor]:
+        parts = packing.unpack(buffer, dtypes, shapes)
+        return parts if len(parts) == 1 else [part.clone() for part in parts]
+
+    return Receiving([buffer], results)
 
 
 def _in_place(comm: Collectives, dtype: torch.dtype, shapes: Shapes) -> Receiving:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -22,15 +22,14 @@ from easydist.state import communicators
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, Item, T, Timeout, Tree
 from easydist.verbs.buckets import (
+    Begin,
+    Buckets,
     Shapes,
-    at_home,
-    by_comm,
     copied,
     dims_of,
     every_shape,
     from_payloads,
-    in_turns,
-    large_alone,
+    moved,
     pad_first,
     receiving,
     small_payload,
@@ -45,9 +44,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["gather"]
-
-_UNDER_WAY = 2
-"""The most turns of packed leaves under way: one that arrives while the one before it is unpacked."""
 
 
 @overload
@@ -226,30 +222,12 @@ class Gather(TreeVerb):
         shapes = every_shape(comms, leaves, self._dim, agreed)
         if comms.size == 1:
             return shapes, copied(leaves, leaves.travelling(agreed.uniform))
-        return shapes, None if agreed.has_payload else self._gather(comms, leaves, shapes, agreed.uniform)
+        if agreed.has_payload:
+            return shapes, None
+        nbytes = leaves.layout.packing.lengths if agreed.uniform else smallest(shapes, leaves.layout.dtypes)
+        return shapes, moved(comms, leaves, agreed.uniform, nbytes, functools.partial(self._begin, leaves, shapes))
 
-    def _gather(
-        self, comms: Communicators, leaves: Leaves, shapes: Sequence[Shapes], tied: bool
-    ) -> dict[int, torch.Tensor]:
-        """Gather all buckets: in turns, of which two are under way, so that few packed buffers need memory."""
-        lengths = leaves.layout.packing.lengths
-        nbytes = lengths if tied else smallest(shapes, leaves.layout.dtypes)
-        results: dict[int, torch.Tensor] = {}
-        under_way: deque[Callable[[], dict[int, torch.Tensor]]] = deque()
-        for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(tied), sum(nbytes)):
-            is_cpu = comm.get_device().type == "cpu"
-            for buckets in in_turns(members, nbytes) if is_cpu else [large_alone(members, nbytes)]:
-                if len(under_way) == _UNDER_WAY:
-                    results |= under_way.popleft()()
-                under_way.append(self._begin(comm, leaves, shapes, buckets))
-        while under_way:
-            results |= under_way.popleft()()
-        return results
-
-    def _begin(
-        self, comm: Collectives, leaves: Leaves, shapes: Sequence[Shapes], buckets: Sequence[Sequence[int]]
-    ) -> Callable[[], dict[int, torch.Tensor]]:
-        """Begin to gather the leaves of one communicator; return a function that waits for the results."""
+    def _begin(self, leaves: Leaves, shapes: Sequence[Shapes], comm: Collectives, buckets: Buckets) -> Begin:
         dst, dims = self._dst, leaves.layout.free(self._dim)[0]
         groups = [[leaves.tensors[i] for i in bucket] for bucket in buckets]
         packed = [packing.pack(group, comm.get_device()) for group in groups]
@@ -263,15 +241,7 @@ class Gather(TreeVerb):
         else:
             targets = [place.buffers for place in places] or [()] * len(packed)
             works = [comm.gather(to, data, dst, async_op=True) for to, data in zip(targets, packed, strict=True)]
-
-        def finish() -> dict[int, torch.Tensor]:
-            for work in works:
-                work.wait()
-            every = zip(buckets, places, strict=False)  # nothing arrives on ranks other than dst
-            arrived = {i: result for bucket, place in every for i, result in zip(bucket, place.results(), strict=True)}
-            return at_home(leaves, comm, arrived)
-
-        return finish
+        return places, works
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: Moved) -> Tree:
         shapes, results = arrived

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import overload
 
@@ -17,8 +18,9 @@ from easydist.data.arithmetic import split_sizes
 from easydist.data.leaves import Leaves, as_array
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
+from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
-from easydist.verbs.buckets import by_comm, dims_of, packed_like, parts_of, resized
+from easydist.verbs.buckets import Begin, Buckets, dims_of, moved, parts_of, receiving_one, resized
 from easydist.verbs.gradients import Adjoint, Gradient
 from easydist.verbs.ranks import named_rank, source_rank
 from easydist.verbs.structures import announced, shared_leaves
@@ -139,25 +141,20 @@ class _Scatter(Verb[Tree]):
         leaves = agreed.call.tree
         if comms.size > 1:
             leaves = shared_leaves(comms, self.operation, self._tensor, self._source, agreed, hollow=True)
-        return leaves, self._move(comms, leaves)
+        return leaves, moved(comms, leaves, True, leaves.layout.packing.lengths, functools.partial(self._begin, leaves))
 
-    def _move(self, comms: Communicators, leaves: Leaves) -> dict[int, torch.Tensor]:
-        tensors = leaves.tensors
-        arrived: dict[int, torch.Tensor] = {}
-        for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=True), leaves.layout.packing.nbytes):
-            parts = [parts_of(tensors[i], comms.size, self._dim) for i in indices]
-            mine = [column[comms.rank] for column in parts]
-            dtypes, shapes = [t.dtype for t in mine], [t.shape for t in mine]
-            buffer = packed_like(comm, dtypes, shapes)
-            rows = zip(*parts, strict=True) if comms.rank == self._source else ()
+    def _begin(self, leaves: Leaves, comm: Collectives, buckets: Buckets) -> Begin:
+        places, works, rank = [], [], comm.get_rank()
+        for bucket in buckets:
+            parts = [parts_of(leaves.tensors[i], comm.get_size(), self._dim) for i in bucket]
+            places.append(receiving_one(comm, [column[rank] for column in parts]))
+            rows = zip(*parts, strict=True) if rank == self._source else ()
             packed = [packing.pack(row, comm.get_device()) for row in rows]
-            comm.scatter(buffer, packed, self._source, async_op=False)
-            arrived |= zip(indices, packing.unpack(buffer, dtypes, shapes), strict=True)
-        return arrived
+            works.append(comm.scatter(places[-1].buffers[0], packed, self._source, async_op=True))
+        return places, works
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: _Arrived) -> Tree:
-        leaves, parts = arrived
-        results = {i: part.clone().to(leaves.tensors[i].device) for i, part in parts.items()}
+        leaves, results = arrived
         if self._gradient is not None:
             values = leaves.values if comms.rank == self._source else ()
             layout = leaves.layout
