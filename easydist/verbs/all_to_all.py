@@ -80,8 +80,9 @@ def all_to_all(
         RemoteError: Another rank's tree could not be sent.
         ValueError: A leaf has no dimension ``dim``.
 
-    Cost: one header exchange, and one exchange of the tree's bytes. If sizes differ, the header carries those of some
-    thousand leaves; more leaves need one more exchange, of 8 bytes per leaf.
+    Cost: one header exchange, and one exchange of the tree's bytes; large leaves are exchanged one by one, without a
+    copy if ``dim`` is 0. If sizes differ, the header carries those of some thousand leaves; more leaves need one more
+    exchange, of 8 bytes per leaf.
     """
     gradient = Gradient(timeout, check) if differentiable else None
     swapped: T = run(_AllToAll(tensor, dim, gradient), communicators(group), timeout, check)

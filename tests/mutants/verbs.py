@@ -18,8 +18,8 @@ MUTANTS = [
         "easydist/verbs/buckets.py",
     ),
     Mutant(
-        "verbs/gather.py",
-        "Gather._gather",
+        "verbs/buckets.py",
+        "moved",
         "if len(under_way) == _UNDER_WAY:",
         "if False:",
         "tests/verbs/test_peaks.py -k near_that_of_its_result",
@@ -54,9 +54,9 @@ MUTANTS = [
     ),
     Mutant(
         "verbs/gather.py",
-        "Gather._gather",
-        "nbytes = lengths if tied else smallest(shapes, leaves.layout.dtypes)",
-        "nbytes = lengths",
+        "Gather.exchange",
+        "leaves.layout.packing.lengths if agreed.uniform else smallest(shapes, leaves.layout.dtypes)",
+        "leaves.layout.packing.lengths",
         "tests/verbs/test_gather.py::test_leaves_that_are_large_on_one_rank_only",
     ),
     Mutant(

@@ -43,6 +43,17 @@ def test_the_peak_of_a_large_call_is_near_that_of_its_result(rank, backend):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak cannot be measured here")
+@pytest.mark.parametrize("parts", [1, 4096])
+@distributed(world_size=2)
+def test_parts_of_leaves_arrive_with_little_memory_beside_the_result(rank, parts):
+    tree = [*torch.ones(NBYTES // 4).chunk(parts)]
+    most = 1.1 if parts == 1 else 2.5
+    for call, nbytes in [(easydist.all_to_all, NBYTES), (easydist.scatter, NBYTES // 2)]:
+        call(tree)
+        assert peak_of(lambda call=call: call(tree), nbytes) < most
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak cannot be measured here")
 @pytest.mark.parametrize("parts", [1, 4])
 @distributed(world_size=2)
 def test_floats_of_16_bits_are_reduced_with_little_memory_beside_the_result(parts):

@@ -107,6 +107,29 @@ def test_all_to_all_of_half_a_mebibyte_and_more_has_a_communicator_of_its_own(ra
     assert [comm is control for kind, comm in operations if kind == "all_to_all"] == [nbytes < 1 << 19]
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@distributed(world_size=[2, 3])
+def test_leaves_that_are_large_on_one_rank_only(rank, world_size, dim):
+    """All ranks have to make the same messages. A large leaf may have any strides."""
+
+    def tree(r):
+        large = torch.arange(200_000).view(500, 400).T if r == 1 else torch.arange(5).view(5, 1).expand(5, 500)
+        leaves = {
+            "wide": torch.full((2 + r, 4), r, dtype=torch.complex128),
+            "large": large,
+            "both": torch.ones(400, 400),
+        }
+        return leaves if dim == 0 else {name: leaf.T for name, leaf in leaves.items()}
+
+    got, trees = easydist.all_to_all(tree(rank), dim=dim), [tree(r) for r in range(world_size)]
+    for name in got:
+        parts = [torch.tensor_split(one[name], world_size, dim)[rank] for one in trees]
+        assert torch.equal(got[name], torch.cat(parts, dim))
+    got = easydist.scatter(trees[1] if rank == 1 else None, from_process=1, dim=dim)
+    for name in got:
+        assert torch.equal(got[name], torch.tensor_split(trees[1][name], world_size, dim)[rank])
+
+
 @distributed(world_size=2)
 def test_all_to_all_of_other_shapes_is_an_error(rank):
     with pytest.raises(
