@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-_LARGE = 1 << 20
-"""The bytes from which the memory of a tensor comes from the pool; malloc serves smaller ones from its heap."""
+_LARGE = 1 << 18
+"""The bytes from which the memory of a tensor comes from the pool; malloc serves most smaller ones from its heap."""
 
 _KEPT = 1 << 28
 """The most bytes that a process keeps for later results."""

@@ -14,6 +14,7 @@ KINDS = {
     "all_gather_v": "all_gather",
     "all_reduce": "all_reduce",
     "all_reduce_from": "all_reduce",
+    "all_reduce_parts": "all_reduce",
     "all_to_all": "all_to_all",
     "barrier": "barrier",
     "broadcast": "broadcast",

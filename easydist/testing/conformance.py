@@ -65,6 +65,7 @@ def run_battery(make: Callable[[int, int], Collectives], rank: int, world_size: 
         _all_gather_parts,
         reductions.all_reduce,
         reductions.all_reduce_from,
+        reductions.all_reduce_parts,
         reductions.reduce,
         reductions.reduce_scatter,
         reductions.premultiplied,

@@ -59,6 +59,19 @@ def all_reduce_from(comm: Collectives) -> None:
         expect(mine, every[comm.get_rank()], "all_reduce_from, the input", op, dtype, numel)
 
 
+def all_reduce_parts(comm: Collectives) -> None:
+    """Check ``all_reduce_parts``."""
+    for dtype, numel, op in _reductions():
+        sizes = [numel, 0, 1, 2 * numel + 3]
+        every = [[small(r + i, n, dtype) for r in range(comm.get_size())] for i, n in enumerate(sizes)]
+        mine = [row[comm.get_rank()].clone() for row in every]
+        outputs = [torch.empty_like(one) for one in mine]
+        comm.all_reduce_parts(outputs, mine, op, async_op=False)
+        for i, row in enumerate(every):
+            expect(outputs[i], _oracle(op, row), "all_reduce_parts", op, dtype, sizes[i])
+            expect(mine[i], row[comm.get_rank()], "all_reduce_parts, the input", op, dtype, sizes[i])
+
+
 def reduce(comm: Collectives) -> None:
     """Check ``reduce``."""
     for dtype, numel, op in _reductions():

@@ -79,6 +79,10 @@ class Backend(ABC):
         output.copy_(data)
         return self.all_reduce(output, op)
 
+    def all_reduce_parts(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], op: ReduceOp) -> Begun:
+        """Law: ``outputs[i] = op(parts[i] of rank 0, parts[i] of rank 1, …)``; ``all_reduce_from`` of one dtype."""
+        return TorchWork([self.all_reduce_from(*pair, op) for pair in zip(outputs, parts, strict=True)])
+
     @abstractmethod
     def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Begun:
         """Law: ``outputs[s] = inputs[rank] of rank s``; sizes may differ."""

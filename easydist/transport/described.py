@@ -24,6 +24,7 @@ _NAMES = (
     "barrier",
     "broadcast",
     "broadcast_parts",
+    "all_reduce_parts",
     "multicast",
     "gather",
     "gather_single",

@@ -70,6 +70,31 @@ class Reductions:
             name, lambda: self._backend.all_reduce_from(target, data, plain), async_op, hints, timeout, staging, about
         )
 
+    def all_reduce_parts(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        op: ReduceOp,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``outputs[i] == op(op(inputs[i] of rank 0, inputs[i] of rank 1), …)``: ``all_reduce_from`` of several.
+
+        Args:
+            outputs: One or more, of one dtype; each has as many elements as its input, in other memory.
+            inputs: The tensors, of the same sizes on every rank.
+            op: A reduction without a factor.
+        """
+        name = "all_reduce_parts"
+        staging, targets, data = self.checks.staged(name, outputs, inputs)
+        _check_op(name, op, inputs[0])
+        demand(not op.is_scaled, f"{name}: op must have no factor")
+        same = [*map(torch.Tensor.numel, outputs)] == [*map(torch.Tensor.numel, inputs)]
+        demand(same, f"{name}: each output must have as many elements as its input")
+        begin: Begin = functools.partial(self._backend.all_reduce_parts, targets, data, op)
+        return self._run(name, begin, async_op, hints, timeout, staging, (None, None, op))
+
     def reduce(
         self,
         tensor: torch.Tensor,

@@ -24,7 +24,7 @@ from easydist.transport.comm import Collectives
 from easydist.transport.reduce_op import ReduceOp, combine
 from easydist.transport.work import ENDED, Begun, TorchWork
 from easydist.typing import Group, Reduction, Timeout, Tree
-from easydist.verbs.buckets import by_comm, copied, large_alone, small_payload
+from easydist.verbs.buckets import LARGE, by_comm, copied, large_alone, small_payload
 from easydist.verbs.gradients import Adjoint, Gradient, demand_everyone, has_gradient, with_own_gradient
 from easydist.verbs.ranks import check_rank, named_rank
 from easydist.verbs.reductions import BITWISE, OPS, check_dtypes, named_reduction
@@ -145,7 +145,7 @@ def reduce(
         RemoteError: Another rank's tree could not be reduced.
 
     Cost: one header exchange, which carries a small tree (32 KiB in small groups); for a larger one an all-reduce per
-    accumulation dtype, and in shared memory one more for each leaf of 256 KiB or more; no all-reduce for ``"none"``.
+    accumulation dtype, and in shared memory one more for all leaves of 256 KiB and more; no all-reduce for ``"none"``.
     With ``dst``, each other rank sends a larger tree once, to ``dst``.
 
     Source: accelerate's ``reduce``.
@@ -178,6 +178,9 @@ class _DtypeGroup(NamedTuple):
 
 _Total = tuple[_DtypeGroup, torch.Tensor]
 """A group of leaves, and their total over all ranks."""
+
+_Begun = tuple[_DtypeGroup, torch.Tensor, TorchWork]
+"""The same before the work has ended."""
 
 
 class Reduce(TreeVerb):
@@ -225,27 +228,40 @@ class Reduce(TreeVerb):
             return []
         if agreed.has_payload and op is not None and agreed.call.payload:
             return None
-        nbytes, total = leaves.layout.packing.lengths, leaves.layout.packing.nbytes
+        begun: list[_Begun] = []
         travelling = leaves.travelling(agreed.uniform)
-        begun = []
-        for comm, indices in by_comm(comms, leaves.tensors, travelling, total):
+        for comm, indices in by_comm(comms, leaves.tensors, travelling, leaves.layout.packing.nbytes):
             for group in _groups(leaves.layout, indices, self._reduction):
-                for bucket in large_alone(group.members, nbytes) if comm.backend.shares_memory else [group.members]:
-                    begun.append(self._begun(comm, leaves, group._replace(members=bucket), op))
+                begun += self._begun(comm, leaves, group, op)
         for _, _, work in begun:
             work.wait()
         return [(group, flat) for group, flat, _ in begun]
 
-    def _begun(
-        self, comm: Collectives, leaves: Leaves, group: _DtypeGroup, op: ReduceOp | None
-    ) -> tuple[_DtypeGroup, torch.Tensor, TorchWork]:
-        first, dst = group.members[0], None if group.is_bound else self._dst
-        kind, data = _dtype_of(leaves, first, self._reduction, self._scale), leaves.tensors[first]
-        is_alone = len(group.members) == 1 and data.is_cpu and comm.backend.shares_memory
-        if op is None or not is_alone or kind is group.dtype or data.numel() <= _CONVERTED:
-            return group, *_begin(comm, leaves, group, op, dst)
-        result = memory.empty([data.numel()], kind)
-        pieces = zip(data.detach().reshape(-1).split(_CONVERTED), result.split(_CONVERTED), strict=True)
+    def _begun(self, comm: Collectives, leaves: Leaves, group: _DtypeGroup, op: ReduceOp | None) -> list[_Begun]:
+        """Begin to reduce a group. In shared memory, no large leaf is packed; all ranks make the same messages."""
+        dst, layout = None if group.is_bound else self._dst, leaves.layout
+        if op is None or not comm.backend.shares_memory:
+            return [(group, *_begin(comm, leaves, group, op, dst))]
+        begun, together = list[_Begun](), list[int]()
+        for bucket in large_alone(group.members, layout.packing.lengths):
+            first, part = bucket[0], group._replace(members=bucket)
+            if layout.packing.lengths[first] < LARGE:
+                begun.append((part, *_begin(comm, leaves, part, op, dst)))
+            elif layout.dtypes[first] is not group.dtype:
+                begun.append(self._begin_converted(comm, leaves, part, op))
+            elif dst is not None:
+                begun.append((part, *_begin(comm, leaves, part, op, dst)))
+            else:
+                together.append(first)
+        return begun + _begin_together(comm, leaves, group, together, op)
+
+    def _begin_converted(self, comm: Collectives, leaves: Leaves, group: _DtypeGroup, op: ReduceOp) -> _Begun:
+        """Begin to reduce a leaf piece by piece, so that little of it is in the other dtype at a time."""
+        [leaf] = group.members
+        data = leaves.tensors[leaf].detach().to(comm.get_device()).reshape(-1)
+        kind = _dtype_of(leaves, leaf, self._reduction, self._scale)  # may differ between ranks
+        result = memory.empty([data.numel()], kind, comm.get_device())
+        pieces = zip(data.split(_CONVERTED), result.split(_CONVERTED), strict=True)
         work = TorchWork(_later(self._converted(comm, piece, group.dtype, op, out) for piece, out in pieces))
         return group._replace(is_finished=True), result, work
 
@@ -270,7 +286,8 @@ class Reduce(TreeVerb):
             if group.is_bound:
                 _check_bound(leaves, group.members, flat, reduction, comms.size)
             elif group.is_finished:
-                results[group.members[0]] = flat.view(leaves.layout.shapes[group.members[0]])
+                leaf = group.members[0]
+                results[leaf] = flat.view(leaves.layout.shapes[leaf]).to(leaves.tensors[leaf].device)
             elif is_receiver:
                 total = _finish(flat, reduction, scale, comms.size)
                 results |= _results(leaves, group.members, total, reduction, scale)
@@ -344,6 +361,18 @@ def _begin(
         return total, TorchWork()
     work = comm.all_reduce(total, op, async_op=True) if dst is None else _reduce_to(comm, total, dst, op)
     return total, work
+
+
+def _begin_together(
+    comm: Collectives, leaves: Leaves, group: _DtypeGroup, members: Sequence[int], op: ReduceOp
+) -> list[_Begun]:
+    """Begin to reduce leaves of the group's dtype as one operation, each into memory of its own."""
+    if not members:
+        return []
+    data = [leaves.tensors[i].detach().to(comm.get_device()).contiguous().view(-1) for i in members]
+    totals = [memory.empty([len(one)], group.dtype, comm.get_device()) for one in data]
+    work = comm.all_reduce_parts(totals, data, op, async_op=True)
+    return [(group._replace(members=[i]), total, work) for i, total in zip(members, totals, strict=True)]
 
 
 def _reduce_to(comm: Collectives, flat: torch.Tensor, dst: int, op: ReduceOp) -> TorchWork:

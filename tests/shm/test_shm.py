@@ -111,7 +111,11 @@ def random_call(shm, number, draw):
     if kind == "reduce":
         every = torch.stack([filled(r, number, nbytes).to(torch.float64) for r in range(size)])
         mine, total = every[rank].clone(), torch.empty_like(every[rank])
-        if number % 2:
+        if number % 3 == 0:
+            other = torch.stack([filled(r, number + 1, 700).to(torch.float64) for r in range(size)])
+            work = shm.all_reduce_parts([total, more := torch.empty(700).double()], [mine, other[rank]], ReduceOp.SUM)
+            return work, [(total, every.sum(0)), (more, other.sum(0)), (mine, every[rank])]
+        if number % 3 == 1:
             return shm.all_reduce_from(total, mine, ReduceOp.SUM), [(total, every.sum(0)), (mine, every[rank])]
         return shm.all_reduce(mine, ReduceOp.SUM), [(mine, every.sum(0))]
     if kind == "broadcast":

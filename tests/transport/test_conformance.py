@@ -76,6 +76,7 @@ BETWEEN = {
     "all_gather_v": lambda comm, output, input: comm.all_gather_v([output], input, async_op=False),
     "all_gather_parts": lambda comm, output, input: comm.all_gather_parts([[output]], [input], async_op=False),
     "all_reduce_from": lambda comm, output, input: comm.all_reduce_from(output, input, ReduceOp.SUM, async_op=False),
+    "all_reduce_parts": lambda comm, output, input: comm.all_reduce_parts([output], [input], SUM, async_op=False),
     "all_to_all": lambda comm, output, input: comm.all_to_all([output], [input], async_op=False),
     "gather": lambda comm, output, input: comm.gather([output], input, 0, async_op=False),
     "reduce_scatter": lambda comm, output, input: comm.reduce_scatter(output, [input], ReduceOp.SUM, async_op=False),
@@ -155,6 +156,9 @@ BEGIN = {
     "all_reduce": lambda comm, new: comm.all_reduce(new(), SUM, async_op=True),
     "all_reduce_from": lambda comm, new: comm.all_reduce_from(
         new(), new() if comm.backend.shares_memory else copied(), SUM, async_op=True
+    ),
+    "all_reduce_parts": lambda comm, new: comm.all_reduce_parts(
+        [new(), new()], [new() if comm.backend.shares_memory else copied() for _ in range(2)], SUM, async_op=True
     ),
     "all_to_all": lambda comm, new: comm.all_to_all([copied(), new()], [copied(), new()], async_op=True),
     "broadcast": lambda comm, new: comm.broadcast(new(), 0, async_op=True),

@@ -132,9 +132,14 @@ class Shm(Backend):
         return self.all_reduce_from(tensor, tensor, op)
 
     def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Pending:
+        if data.nbytes > self._reduced_at_once:
+            return self.all_reduce_parts([output], [data], op)
         check_reducible(data.dtype, op)
-        reduce = _reduce_at_once if data.nbytes <= self._reduced_at_once else _reduce_in_shares
-        return self._step(reduce(self._steps, output, data, op, self._word()), output, data)
+        return self._step(_reduce_at_once(self._steps, output, data, op, self._word()), output, data)
+
+    def all_reduce_parts(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
+        check_reducible(parts[0].dtype, op)
+        return self._step(_reduce_in_shares(self._steps, outputs, parts, op, self._word()), *outputs, *parts)
 
     def barrier(self) -> Pending:
         return self._step(self._steps.meet(self._word()))
@@ -351,34 +356,70 @@ def _reduce_at_once(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: 
     combine_into(output, op, parts)
 
 
+_Pieces = Sequence[tuple[torch.Tensor, torch.Tensor, int]]
+"""Parts of outputs, the same parts of the data, and their places in a slot, in elements."""
+
+
 def _reduce_in_shares(
-    steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp, word: int
+    steps: Steps, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], op: ReduceOp, word: int
 ) -> Iterator[Need]:
     """Reduce in two steps per slotful: every rank reduces its share of the elements, and all collect the shares."""
-    slots, item = steps.slots, data.itemsize
-    size = slots.slot // item
-    for target, piece in zip(output.split(size), data.split(size), strict=True):
-        address, nbytes = _extent(piece)
-        bounds = [split_bounds(len(piece), slots.size, r) for r in range(slots.size)]
-        begin, stop = bounds[slots.rank]
+    slots, item, nbytes = steps.slots, parts[0].itemsize, sum([data.nbytes for data in parts])
+    for count, pieces in _slotfuls(outputs, parts, slots.slot // item):
+        bounds = [split_bounds(count, slots.size, r) for r in range(slots.size)]
         slot = yield from steps.own_slot(half := steps.next_half())
-        copy(slot, address, item * begin)  # skip this rank's own share, which no other rank reads
-        copy(slot + item * stop, address + item * stop, nbytes - item * stop)
-        yield from steps.reach_with(half, data.nbytes, word)
-        _reduce_share(slots, half, target, piece, range(begin, stop, _BLOCK), op)
+        for _, data, at in pieces:  # skip this rank's own share, which no other rank reads
+            place, (begin, stop) = slot + item * at, _within(bounds[slots.rank], at, len(data))
+            copy(place, data.data_ptr(), item * begin)
+            copy(place + item * stop, data.data_ptr() + item * stop, item * (len(data) - stop))
+        yield from steps.reach_with(half, nbytes, word)
+        for target, data, at in pieces:
+            share = range(*_within(bounds[slots.rank], at, len(data)), _BLOCK)
+            _reduce_share(slots, half, target, data, at, share, op)
         yield from steps.all_reach(steps.publish(half))
         for rank in slots.others:
-            begin, stop = (item * bound for bound in bounds[rank])
-            copy(target.data_ptr() + begin, slots.slots[rank][half] + begin, stop - begin)
+            for target, _, at in pieces:
+                begin, stop = _within(bounds[rank], at, len(target))
+                source = slots.slots[rank][half] + item * (at + begin)
+                copy(target.data_ptr() + item * begin, source, item * (stop - begin))
+
+
+def _slotfuls(
+    outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], room: int
+) -> Iterator[tuple[int, _Pieces]]:
+    """Yield the pieces that fill a slot, and their elements; one without elements if there are none."""
+    at, pieces = 0, list[tuple[torch.Tensor, torch.Tensor, int]]()
+    for output, data in zip(outputs, parts, strict=True):
+        begin = 0
+        while begin < len(data):
+            stop = min(len(data), begin + room - at)
+            pieces.append((output[begin:stop], data[begin:stop], at))
+            at, begin = at + stop - begin, stop
+            if at == room:
+                yield at, pieces
+                at, pieces = 0, []
+    if at or not any(map(len, parts)):
+        yield at, pieces
+
+
+def _within(bounds: tuple[int, int], at: int, length: int) -> tuple[int, int]:
+    """Return the bounds of a share inside of the piece that begins at an element.
+
+    Example:
+        >>> _within((3, 8), 5, 10), _within((3, 8), 0, 2), _within((3, 8), 9, 2)
+        ((0, 3), (2, 2), (0, 0))
+    """
+    begin = min(max(bounds[0] - at, 0), length)
+    return begin, max(begin, min(bounds[1] - at, length))
 
 
 def _reduce_share(
-    slots: Slots, half: int, target: torch.Tensor, piece: torch.Tensor, blocks: range, op: ReduceOp
+    slots: Slots, half: int, target: torch.Tensor, data: torch.Tensor, at: int, share: range, op: ReduceOp
 ) -> None:
-    """Reduce a part of ``piece`` from all slots into ``target``, and for the others into this rank's slot."""
-    for begin in blocks:
-        mine = piece[begin : min(begin + _BLOCK, blocks.stop)]
-        views = [_view(slots, r, half, mine, begin * piece.itemsize) for r in range(slots.size)]
+    """Reduce blocks of a piece from all slots into ``target``, and for the others into this rank's slot."""
+    for begin in share:
+        mine = data[begin : min(begin + _BLOCK, share.stop)]
+        views = [_view(slots, r, half, mine, (at + begin) * data.itemsize) for r in range(slots.size)]
         total = target[begin : begin + len(mine)]
         combine_into(total, op, [mine if r == slots.rank else view for r, view in enumerate(views)])
         # No other rank reads this part of the slot before the next step.
