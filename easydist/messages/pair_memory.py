@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from easydist.groups.communicators import Communicators
 from easydist.shm.mailbox import Mailbox
-from easydist.shm.segment import Segment
+from easydist.shm.segment import Segment, spare
 from easydist.transport.backends.shm import Shm
 
 TERM = "memory"
@@ -29,6 +29,7 @@ class PairMemory:
     """The memory of this rank and another one.
 
     Args:
+        rank: The rank of this process.
         peer: The other rank.
         mailbox: The mailbox to and from it.
 
@@ -48,12 +49,10 @@ class PairMemory:
         """Return the terms that offer memory for this many bytes of data; none if there is some, or can be none."""
         if self.backend is not None or nbytes < _WORTH or not self._is_possible:
             return {}
-        try:
-            self._offered = Segment.create(_NBYTES)
-        except OSError:  # no room: the group's slots move the data, in small pieces
-            self._is_possible = False
-            return {}
-        return {TERM: self._offered.name}
+        with contextlib.suppress(OSError):
+            self._offered = Segment.create(_NBYTES) if spare() >= _NBYTES else None
+        self._is_possible = self._offered is not None  # else the group's slots move the data, in small pieces
+        return {} if self._offered is None else {TERM: self._offered.name}
 
     def attach(self, comms: Communicators, name: str) -> None:
         """Attach the memory that the other rank offers, if that is possible; before its message is answered."""

@@ -29,7 +29,7 @@ import torch
 from easydist import memory
 from easydist.memory import copy
 from easydist.shm.futex import Futex
-from easydist.shm.segment import Segment, name_of, nameless_file
+from easydist.shm.segment import Segment, name_of, nameless_file, spare
 from easydist.shm.slots import NEVER, rounded
 
 NOTE_NBYTES = 768
@@ -234,8 +234,7 @@ class RingWriter(_RingEnd):
     def _grow(self, nbytes: int) -> bool:
         """Allocate more of the capacity, but leave a quarter of the file system free; return False if that fails."""
         goal = min(self.shape.capacity, rounded(nbytes, _STEP))
-        system = os.fstatvfs(self._file)
-        if nbytes > goal or (system.f_bavail - system.f_blocks // 4) * system.f_frsize < goal - self._backed:
+        if nbytes > goal or spare() < goal - self._backed:
             return False
         try:
             os.posix_fallocate(self._file, self.shape.data_at, goal)

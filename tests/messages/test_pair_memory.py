@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import easydist
 from easydist import CollectiveTimeout, DisagreementError, ProcessState
+from easydist.messages import pair_memory
 from easydist.messages.pair_memory import PairMemory
 from easydist.parallel import GroupCoordinator
 from easydist.shm.segment import Segment
@@ -69,6 +70,15 @@ def test_data_arrives_without_it_where_one_of_them_cannot_map_it(rank, who, meth
         assert [moved(rank, 0, 1) for _ in range(3)] == [None] * 3
     assert len(tried) == 1
     assert moved(rank, 1, 0) is not None  # the other way they can
+
+
+@distributed(world_size=2)
+def test_a_quarter_of_shared_memory_stays_free_for_the_rest(rank):
+    easydist.wait_for_everyone()
+    with pytest.MonkeyPatch.context() as patch, counted(Segment, "create") as made:
+        patch.setattr(pair_memory, "spare", lambda: pair_memory._NBYTES - 1)
+        assert moved(rank, 0, 1) is None
+    assert not made
 
 
 @distributed(world_size=2)
