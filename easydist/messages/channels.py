@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -61,12 +61,12 @@ class Channel:
         self._comms, self.peer, self._wait = comms, peer, wait
 
     def offer(self, nbytes: int) -> Mapping[str, str]:
-        """Return the terms in which this rank offers memory for the data of a message that the peer has to accept.
-
-        Args:
-            nbytes: The bytes of the data on the CPU.
-        """
+        """Return the terms in which this rank offers memory for so many bytes of data on the CPU."""
         return {}
+
+    def has_room(self, sizes: Sequence[int]) -> bool:
+        """True if all data of a message, of these bytes, fits into memory now, where it would wait for the peer."""
+        return False
 
     def take(self, terms: Mapping[str, Any]) -> None:
         """Take the memory that the terms offer; called before the message is accepted."""
@@ -106,16 +106,23 @@ class Channel:
             for part in self._send(_answer(error)):
                 self._wait(part)
 
-    def move(self, verb: str, buffer: torch.Tensor, device: str, asked: bool) -> Part:
-        """Begin to ``"send"`` or ``"recv"`` the data of a device that follows a frame, which was ``ASKED`` or not."""
+    def move(self, verb: str, buffer: torch.Tensor, device: str, in_memory: bool) -> Part:
+        """Begin to ``"send"`` or ``"recv"`` the data of a device that follows a frame.
+
+        Args:
+            verb: The operation.
+            buffer: The data.
+            device: The type of the device.
+            in_memory: True if it may go through memory: both ranks wait for it, or it is there.
+        """
         comm = self._comms.data(torch.device(device))
-        carrier, peer = self._carrier(asked) if comm.get_device().type == "cpu" else (comm.backend, self.peer)
+        carrier, peer = self._carrier(in_memory) if comm.get_device().type == "cpu" else (comm.backend, self.peer)
         return self._begin(carrier, verb, buffer, peer)
 
     def _begin(self, carrier: Backend, verb: str, buffer: torch.Tensor, peer: int | None = None) -> Part:
         begin: Callable[[torch.Tensor, int], Begun] = getattr(carrier, verb)
         try:
-            return Part(begin(buffer, self.peer if peer is None else peer), buffer)
+            return Part(begin(buffer, self.peer if peer is None else peer), buffer, carrier.shares_memory)
         except RuntimeError as error:  # the connection broke before
             raise self._comms.monitor.explain(error, self.peer) from error
 
@@ -123,7 +130,7 @@ class Channel:
         """Return the backend that moves frames."""
         return self._comms.control.backend
 
-    def _carrier(self, asked: bool) -> tuple[Backend, int]:
+    def _carrier(self, in_memory: bool) -> tuple[Backend, int]:
         """Return the backend that moves data on the CPU, and the number of the peer in it."""
         return self._comms.control.backend, self.peer
 
@@ -166,7 +173,7 @@ class _OfGloo(Channel):
     def _frames(self) -> Backend:
         return self._with_tag(_FRAMES)
 
-    def _carrier(self, asked: bool) -> tuple[Backend, int]:
+    def _carrier(self, in_memory: bool) -> tuple[Backend, int]:
         return self._with_tag(_DATA), self.peer
 
     def _fetch_answer(self) -> Part:
@@ -193,17 +200,20 @@ class _OfMemory(_OfGloo):
         self._memory: PairMemory = comms.pairs[peer]
 
     def offer(self, nbytes: int) -> Mapping[str, str]:
-        return self._memory.offer(nbytes)
+        return self._memory.offer(self._comms, nbytes)
+
+    def has_room(self, sizes: Sequence[int]) -> bool:
+        return self._memory.has_room(self._comms, sizes)
 
     def take(self, terms: Mapping[str, Any]) -> None:
         if TERM in terms:
             self._memory.attach(self._comms, terms[TERM])
 
-    def _carrier(self, asked: bool) -> tuple[Backend, int]:
-        if not asked:  # nothing would move it in memory while neither rank waits
-            return super()._carrier(asked)
-        pair = self._memory
-        return (self._comms.control.backend, self.peer) if pair.backend is None else (pair.backend, pair.there)
+    def _carrier(self, in_memory: bool) -> tuple[Backend, int]:
+        if not in_memory:  # nothing would move it there while neither rank waits
+            return super()._carrier(in_memory)
+        backend = self._memory.backend(self._comms)
+        return (self._comms.control.backend, self.peer) if backend is None else (backend, self._memory.there)
 
     def post(self, frame: torch.Tensor) -> tuple[list[Part], Answer | None]:
         box = self._mailbox
@@ -225,7 +235,6 @@ class _OfMemory(_OfGloo):
             self._refuse(crossed)
         for part in parts:
             self._wait(part)
-        self._memory.conclude(self._comms, answer is None)
         return answer
 
     def receive(self) -> Message:

@@ -46,6 +46,9 @@ Open = Callable[[Message], tuple[R, Buffers]]
 
 _CALLS = ("send_object", "send", "send_tensor_dict")
 _COUNTERPARTS = ("recv_object", "recv", "recv_tensor_dict")
+_IN_MEMORY = "in_memory"
+"""The term of a posted message whose data is in memory, if it is on the CPU."""
+
 _NO_TERMS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -152,23 +155,27 @@ class Pair:
 
     def post(self, kind: int, terms: Mapping[str, Any], body: torch.Tensor, data: Buffers) -> Transfer:
         """Send a message without waiting. The transfer ends when the receiver has answered."""
+        channel, in_memory = channel_to(self._comms, self.peer, self._wait), False
         if data:
-            terms = {**terms, "data": [[device, buffer.numel()] for device, buffer in data]}
-        channel, frame = channel_to(self._comms, self.peer, self._wait), frames.encode(kind, POSTED, terms, body)
+            sizes = _on_cpu(data)
+            in_memory = channel.has_room(sizes)
+            terms = {**terms, "data": [[device, buffer.numel()] for device, buffer in data], _IN_MEMORY: in_memory}
+            terms |= channel.offer(sum(sizes))
         message = self._begin(SEND)
-        parts, answer = channel.post(frame)
-        parts += [channel.move("send", buffer, device, asked=False) for device, buffer in data]
+        parts, answer = channel.post(frames.encode(kind, POSTED, terms, body))
+        for device, buffer in data:
+            part = channel.move("send", buffer, device, in_memory)
+            parts += [] if in_memory and buffer.is_cpu else [part]
         parts += answer.parts if answer is not None else ()
         return self._transfer(parts, answer, message)
 
     def ask(self, kind: int, terms: Mapping[str, Any], body: torch.Tensor, data: Buffers) -> Transfer:
         """Send a message, and return when the receiver has accepted it and the data is sent."""
-        nbytes = sum([buffer.numel() for _, buffer in data if buffer.is_cpu])
-        answer = self._comms.begin(lambda: self._asked(kind, terms, body, nbytes))
+        answer = self._comms.begin(lambda: self._asked(kind, terms, body, sum(_on_cpu(data))))
         if answer is not None and answer.status == REFUSED:
             raise frames.error_of(answer.terms)
         self._comms.monitor.is_awaited = True
-        transfer = self._transfer([self._channel.move("send", buffer, device, asked=True) for device, buffer in data])
+        transfer = self._transfer([self._channel.move("send", buffer, device, True) for device, buffer in data])
         transfer.wait_inside()
         self._comms.monitor.is_awaited = False
         return transfer
@@ -250,12 +257,12 @@ class Pair:
 
     def accept(self, message: Message, data: Buffers) -> Transfer:
         """Tell the sender that the message is accepted, and begin to receive its data."""
-        channel, is_asked = self._channel, message.status == ASKED
+        channel, is_asked, in_memory = self._channel, message.status == ASKED, _is_in_memory(message)
         channel.take(message.terms)
-        parts = [channel.move("recv", buffer, device, is_asked) for device, buffer in data if buffer.is_cpu]
+        parts = [channel.move("recv", buffer, device, in_memory) for device, buffer in data if buffer.is_cpu]
         channel.answer(message, None)
         # The first message of a pair over NCCL blocks until both ranks have posted it: the sender waits for the answer.
-        parts += [channel.move("recv", buffer, device, is_asked) for device, buffer in data if not buffer.is_cpu]
+        parts += [channel.move("recv", buffer, device, in_memory) for device, buffer in data if not buffer.is_cpu]
         return self._transfer(parts, is_promised=not is_asked)
 
     def reject(self, message: Message, error: Exception) -> NoReturn:
@@ -271,7 +278,7 @@ class Pair:
         for device, nbytes in message.terms.get("data", ()):
             there = self._comms.data(torch.device(device)).get_device()
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=there)
-            self._wait(channel.move("recv", buffer, device, asked=False))
+            self._wait(channel.move("recv", buffer, device, _is_in_memory(message)))
         try:
             raise known from error
         finally:
@@ -291,6 +298,15 @@ class Pair:
 
     def _wait(self, part: Part) -> None:
         self._transfer([part]).wait_inside()
+
+
+def _is_in_memory(message: Message) -> bool:
+    return message.status == ASKED or bool(message.terms.get(_IN_MEMORY))
+
+
+def _on_cpu(data: Buffers) -> list[int]:
+    """Return the bytes of each buffer that is on the CPU."""
+    return [buffer.numel() for _, buffer in data if buffer.is_cpu]
 
 
 def _lines(error: Exception) -> str:

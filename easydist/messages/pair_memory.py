@@ -1,8 +1,9 @@
 """Memory for the large data between two ranks of a host, made with the first message that has such data.
 
 Two ranks cannot create the group's larger slots, which takes all of them. The sender creates this memory and names it
-in its frame. The receiver attaches it and shows that in the mailbox before it accepts the message, so both know from
-then on whether data goes through it.
+in its frame. The receiver attaches it when it accepts the message, and shows that in the mailbox, before it answers or
+sends anything else. So from then on both find it there. If both offer memory at the same time, that of the lower rank
+is used: it attaches no other while it waits for its own to be attached.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ TERM = "memory"
 _WORTH = 1 << 17
 """The bytes of a message that are worth it."""
 
-_NBYTES = Shm.nbytes(2, 1 << 18)
-"""The bytes of the memory: 3 MiB, for chunks of 128 KiB. A message of 4 MB takes a tenth longer than with 512 KiB."""
+_NBYTES = Shm.nbytes(2, 1 << 19)
+"""The bytes of the memory: 6 MiB, for two chunks of 256 KiB in each direction."""
 
 
 class PairMemory:
@@ -34,42 +35,51 @@ class PairMemory:
         mailbox: The mailbox to and from it.
 
     Attributes:
-        backend: The backend between the two; None as long as they have no such memory.
-        there: The number of the other rank in it.
+        there: The number of the other rank in the memory.
     """
 
     def __init__(self, rank: int, peer: int, mailbox: Mailbox) -> None:
-        self.backend: Shm | None = None
         self.there = int(rank < peer)
         self._peer, self._mailbox = peer, mailbox
+        self._backend: Shm | None = None
         self._offered: Segment | None = None
         self._is_possible = True
 
-    def offer(self, nbytes: int) -> dict[str, str]:
+    def backend(self, comms: Communicators) -> Shm | None:
+        """Return the backend between the two; None as long as they do not share the memory."""
+        if self._offered is not None and (told := self._mailbox.attached()) is not None:
+            offered, self._offered, self._is_possible = self._offered, None, told
+            if told:
+                self._use(comms, offered)
+            offered.unlink()
+        return self._backend
+
+    def offer(self, comms: Communicators, nbytes: int) -> dict[str, str]:
         """Return the terms that offer memory for this many bytes of data; none if there is some, or can be none."""
-        if self.backend is not None or nbytes < _WORTH or not self._is_possible:
+        if nbytes < _WORTH or self.backend(comms) is not None or not self._is_possible:
             return {}
-        with contextlib.suppress(OSError):
-            self._offered = Segment.create(_NBYTES) if spare() >= _NBYTES else None
-        self._is_possible = self._offered is not None  # else the group's slots move the data, in small pieces
+        if self._offered is None:
+            with contextlib.suppress(OSError):
+                self._offered = Segment.create(_NBYTES) if spare() >= _NBYTES else None
+            self._is_possible = self._offered is not None  # else the group's slots or gloo move the data
         return {} if self._offered is None else {TERM: self._offered.name}
 
     def attach(self, comms: Communicators, name: str) -> None:
-        """Attach the memory that the other rank offers, if that is possible; before its message is answered."""
-        with contextlib.suppress(OSError, ValueError):
-            self._use(comms, Segment.attach(name, _NBYTES))
-            self._mailbox.show_attached()
-
-    def conclude(self, comms: Communicators, is_accepted: bool) -> None:
-        """Use the memory that this rank has offered if the other one has attached it, once that has answered."""
-        offered, self._offered = self._offered, None
-        if offered is None:
+        """Attach the memory that the other rank offers, if that is possible and it is still needed."""
+        if self.backend(comms) is not None or (self._offered is not None and self.there):
             return
-        if self._mailbox.has_attached():
-            self._use(comms, offered)
-        elif is_accepted:
-            self._is_possible = False
-        offered.unlink()
+        try:
+            self._use(comms, Segment.attach(name, _NBYTES))
+        except (OSError, ValueError):
+            self._mailbox.show_attached(False)
+        else:
+            self._offered = None
+            self._mailbox.show_attached(True)
+
+    def has_room(self, comms: Communicators, sizes: Sequence[int]) -> bool:
+        """True if all data of a message fits into the memory now, where it would wait for the other rank."""
+        backend = self.backend(comms)
+        return backend is not None and backend.has_room(sizes, self.there)
 
     def _use(self, comms: Communicators, segment: Segment) -> None:
         monitor, peer = comms.monitor, self._peer
@@ -77,5 +87,5 @@ class PairMemory:
         def guard(_: Sequence[int], waited: float) -> None:
             monitor.guard([peer], waited)
 
-        self.backend = Shm(segment, 1 - self.there, 2, guard)
-        comms.keep(self.backend)
+        self._backend = Shm(segment, 1 - self.there, 2, guard)
+        comms.keep(self._backend)

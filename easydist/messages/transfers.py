@@ -29,12 +29,13 @@ class Part(TorchWork):
     Args:
         begun: The message, through a backend without a monitor, since any thread may wait for it.
         memory: The data to send, or the memory in which it arrives.
+        is_shared: True if it goes through memory, where each wait hears of a rank that dies.
     """
 
-    def __init__(self, begun: Begun, memory: torch.Tensor) -> None:
+    def __init__(self, begun: Begun, memory: torch.Tensor, is_shared: bool = False) -> None:
         super().__init__([begun], timeout=_FOREVER if memory.is_cpu else None)
         self.memory = memory
-        self.is_large = memory.is_cpu and memory.nbytes >= _LARGE
+        self.is_large = memory.is_cpu and memory.nbytes >= _LARGE and not is_shared
 
 
 def _in_order(parts: list[Part]) -> Iterator[Part]:

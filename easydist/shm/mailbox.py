@@ -12,7 +12,7 @@ and the receiver writes, about the messages that it gets:
     taken               chunks copied out
     answered            twice the messages answered; one more if the receiver waits for the next one
     refused             the answers that were refusals
-    attached            1 once it has attached further memory of the sender, for data
+    attached            1 once it has attached further memory of the sender, for data; 2 if it could not
 
 A message has to fit into the free chunks as a whole, so that the sender never waits. If it does not, it is sent another
 way, by gloo for instance, and so are all later ones until the receiver has answered every message: then both know that
@@ -185,13 +185,14 @@ class Mailbox:
         asks = sent % 2 == 1 and sent >> 1 == self.answered + 1 == self._received + 1
         return asks and not self.has_answer(number)  # read last: a peer that has answered may ask next
 
-    def show_attached(self) -> None:
-        """Show the peer, before the answer to its message, that this rank has attached its memory."""
-        self._slots.write(self._mine + _ATTACHED, 1)
+    def show_attached(self, is_attached: bool) -> None:
+        """Show the peer, before the answer to its message, whether this rank could attach its memory."""
+        self._slots.write(self._mine + _ATTACHED, 1 if is_attached else 2)
 
-    def has_attached(self) -> bool:
-        """True if the peer has attached the memory of this rank."""
-        return self._slots.read(self._theirs + _ATTACHED) == 1
+    def attached(self) -> bool | None:
+        """Return whether the peer could attach the memory of this rank; None if it has not tried."""
+        found = self._slots.read(self._theirs + _ATTACHED)
+        return found == 1 if found else None
 
     def unknown_refusals(self) -> int:
         """Return the number of refusals that are not yet in ``refusals``."""

@@ -327,6 +327,11 @@ class Pipe:
             while not self._put_chunk(address + offset, nbytes - offset, kind):
                 yield self._need
 
+    def has_room(self, sizes: Iterable[int]) -> bool:
+        """True if the pipe would take messages of these bytes at once."""
+        chunks = sum([-(-nbytes // self._chunk) or 1 for nbytes in sizes])
+        return self._words[self._posted] + chunks - self._words[self._taken] <= 2
+
     def put_whole(self, address: int, nbytes: int, kind: int) -> bool:
         """Write a message at once; return False if it needs several chunks, or if there is no room yet."""
         return nbytes <= self._chunk and self._put_chunk(address, nbytes, kind)

@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from counting import recorded
 
 import easydist
 from easydist import CollectiveTimeout, DisagreementError, ProcessState
 from easydist.messages import pair_memory
-from easydist.messages.pair_memory import PairMemory
 from easydist.parallel import GroupCoordinator
 from easydist.shm.segment import Segment
 from easydist.testing import distributed
@@ -26,8 +26,13 @@ def moved(rank, src, dst, numel=NUMEL):
         easydist.send_tensor_dict({"x": data}, dst)
     elif rank == dst:
         assert torch.equal(easydist.recv_tensor_dict(src)["x"], data)
-    pair = ProcessState().communicators().pairs.get(src + dst - rank)
-    return pair and pair.backend
+    return shared_with(src + dst - rank)
+
+
+def shared_with(peer):
+    """Return the backend of the memory that this rank shares with another one; None if there is none."""
+    comms = ProcessState().communicators()
+    return comms.pairs[peer].backend(comms) if peer in comms.pairs else None
 
 
 @contextlib.contextmanager
@@ -87,7 +92,7 @@ def test_a_refused_message_makes_none(rank):
     tree = {"x": torch.ones(1 if rank else NUMEL)}
     with pytest.raises(DisagreementError):
         easydist.recv_tensor_dict(0, into=tree) if rank else easydist.send_tensor_dict(tree, 1)
-    assert ProcessState().communicators().pairs[1 - rank].backend is None
+    assert shared_with(1 - rank) is None
     assert moved(rank, 0, 1) is not None
 
 
@@ -113,16 +118,65 @@ def test_ranks_that_reconnect_make_it_anew(rank):
     assert moved(rank, 0, 1) not in (None, before)
 
 
-@distributed(world_size=2)
-def test_none_is_offered_for_what_is_posted(rank):
-    """Nobody would move it in memory while no rank waits."""
-    group, data = GroupCoordinator([[0, 1]], rank, "gloo", False), torch.arange(NUMEL)
+@contextlib.contextmanager
+def of_two(rank):
+    """Return a coordinator whose ranks have met: from now on, frames go through shared memory."""
+    group = GroupCoordinator([[0, 1]], rank, "gloo", False)
     group.barrier()
-    with counted(PairMemory, "offer") as offers:
-        if rank == 0:
-            [handle] = group.isend_tensor_dict({"x": data})
-            handle.wait()
-        else:
-            assert torch.equal(group.recv_tensor_dict()["x"], data)
-    assert not offers
+    yield group
     group.destroy()
+
+
+def told(name, rank):
+    """Return when both ranks have come here, which is no call of the group."""
+    store = dist.group.WORLD.get_group_store()
+    store.set(f"{name} {rank}", "")
+    store.wait([f"{name} {rank}" for rank in (0, 1)])
+
+
+def posted(rank, group, sizes, name):
+    """Post messages of both ranks to each other, then receive them; return whether data came through memory, in order.
+
+    Large ones of both ranks are under way at the same time.
+    """
+    with recorded() as operations:
+        handles = [group.isend_tensor_dict({"x": torch.arange(size) + rank + i}) for i, size in enumerate(sizes)]
+        told(name, rank)
+        for i, size in enumerate(sizes):
+            assert torch.equal(group.recv_tensor_dict()["x"], torch.arange(size) + (1 - rank) + i)
+        for [handle] in handles:
+            handle.wait()
+    return [isinstance(carrier, Shm) for kind, carrier in operations if kind == "recv" and carrier is not None]
+
+
+@distributed(world_size=2)
+def test_two_that_offer_memory_at_the_same_time_use_one(rank):
+    """Once they share it, posted data goes through it while there is room; all arrives in order."""
+    with of_two(rank) as group:
+        sizes = [40_000, 20_000, 40_000]  # of 8 bytes: 320, 160 and 320 KB, of two chunks, one and two
+        first, second, third = [posted(rank, group, sizes, f"round {number}") for number in range(3)]
+        comms = group.communicators
+        assert comms.pairs[1 - rank].backend(comms) is not None
+        assert not any(first)
+        assert second.count(True) == third.count(True) == 1  # the second message finds no room
+        for src in (0, 1):
+            if rank == src:
+                group.send(torch.arange(NUMEL))
+            else:
+                assert torch.equal(group.recv((NUMEL,), torch.int64), torch.arange(NUMEL))
+
+
+@distributed(world_size=2)
+def test_posted_data_of_a_refused_message_is_dropped(rank):
+    with of_two(rank) as group:
+        for number in range(4):
+            data = torch.arange(40_000) + number
+            if rank == 0:
+                [handle] = group.isend_tensor_dict({"x": data})
+            if number == 2:
+                with pytest.raises(DisagreementError):
+                    group.recv_object(0) if rank else handle.wait()
+            elif rank:
+                assert torch.equal(group.recv_tensor_dict()["x"], data)
+            else:
+                handle.wait()

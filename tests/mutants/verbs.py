@@ -89,7 +89,7 @@ MUTANTS = [
     ),
     Mutant(
         "verbs/reduce.py",
-        "Reduce.exchange",
+        "Reduce._begun",
         "None if group.is_bound else self._dst",
         "self._dst",
         "tests/verbs/test_reductions.py -k overflow",

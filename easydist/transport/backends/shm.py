@@ -179,6 +179,16 @@ class Shm(Backend):
         put = self._put(POINT_TO_POINT, dst, tensor, self._kind(tensor, tag))
         return ENDED if put is None else self._message("send", put, tensor, dst)
 
+    def has_room(self, sizes: Sequence[int], dst: int) -> bool:
+        """True if messages of these bytes would be sent at once, without waiting for their receiver.
+
+        Args:
+            sizes: The bytes of each message.
+            dst: The receiver.
+        """
+        pipe = self._steps.slots.pipe_to(POINT_TO_POINT, dst)
+        return self._streams.is_idle(pipe) and pipe.has_room(sizes)
+
     def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Pending:
         self._streams.check()
         return self._message("recv", self._take_message(src, tensor, self._kind(tensor, tag)), tensor, src)
