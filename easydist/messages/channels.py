@@ -60,8 +60,8 @@ class Channel:
     def __init__(self, comms: Communicators, peer: int, wait: Callable[[Part], None]) -> None:
         self._comms, self.peer, self._wait = comms, peer, wait
 
-    def offer(self, nbytes: int) -> Mapping[str, str]:
-        """Return the terms in which this rank offers memory for so many bytes of data on the CPU."""
+    def offer(self) -> Mapping[str, str]:
+        """Return the terms in which this rank offers memory for data on the CPU."""
         return {}
 
     def has_room(self, sizes: Sequence[int]) -> bool:
@@ -199,8 +199,8 @@ class _OfMemory(_OfGloo):
             comms.pairs[peer] = PairMemory(comms.rank, peer, mailbox)
         self._memory: PairMemory = comms.pairs[peer]
 
-    def offer(self, nbytes: int) -> Mapping[str, str]:
-        return self._memory.offer(self._comms, nbytes)
+    def offer(self) -> Mapping[str, str]:
+        return self._memory.offer(self._comms)
 
     def has_room(self, sizes: Sequence[int]) -> bool:
         return self._memory.has_room(self._comms, sizes)

@@ -160,7 +160,7 @@ class Pair:
             sizes = _on_cpu(data)
             in_memory = channel.has_room(sizes)
             terms = {**terms, "data": [[device, buffer.numel()] for device, buffer in data], _IN_MEMORY: in_memory}
-            terms |= channel.offer(sum(sizes))
+            terms |= channel.offer() if sizes else {}
         message = self._begin(SEND)
         parts, answer = channel.post(frames.encode(kind, POSTED, terms, body))
         for device, buffer in data:
@@ -171,7 +171,7 @@ class Pair:
 
     def ask(self, kind: int, terms: Mapping[str, Any], body: torch.Tensor, data: Buffers) -> Transfer:
         """Send a message, and return when the receiver has accepted it and the data is sent."""
-        answer = self._comms.begin(lambda: self._asked(kind, terms, body, sum(_on_cpu(data))))
+        answer = self._comms.begin(lambda: self._asked(kind, terms, body, bool(_on_cpu(data))))
         if answer is not None and answer.status == REFUSED:
             raise frames.error_of(answer.terms)
         self._comms.monitor.is_awaited = True
@@ -180,10 +180,10 @@ class Pair:
         self._comms.monitor.is_awaited = False
         return transfer
 
-    def _asked(self, kind: int, terms: Mapping[str, Any], body: torch.Tensor, nbytes: int) -> Message | None:
+    def _asked(self, kind: int, terms: Mapping[str, Any], body: torch.Tensor, offers: bool) -> Message | None:
         self._channel = channel = channel_to(self._comms, self.peer, self._wait)
         self._comms.monitor.waits_for(self._begin(SEND))
-        frame = frames.encode(kind, ASKED, {**terms, **channel.offer(nbytes)}, body)
+        frame = frames.encode(kind, ASKED, {**terms, **channel.offer()} if offers else terms, body)
         answer = channel.ask(frame, lambda message: self._crossed(kind, message))
         self._has_heard()
         return answer

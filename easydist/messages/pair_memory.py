@@ -1,4 +1,4 @@
-"""Memory for the large data between two ranks of a host, made with the first message that has such data.
+"""Memory for the data between two ranks of a host, made with the first message whose data is not in its frame.
 
 Two ranks cannot create the group's larger slots, which takes all of them. The sender creates this memory and names it
 in its frame. The receiver attaches it when it accepts the message, and shows that in the mailbox, before it answers or
@@ -18,9 +18,6 @@ from easydist.transport.backends.shm import Shm
 
 TERM = "memory"
 """The term of a frame that names the memory."""
-
-_WORTH = 1 << 17
-"""The bytes of a message that are worth it."""
 
 _NBYTES = Shm.nbytes(2, 1 << 19)
 """The bytes of the memory: 6 MiB, for two chunks of 256 KiB in each direction."""
@@ -54,9 +51,9 @@ class PairMemory:
             offered.unlink()
         return self._backend
 
-    def offer(self, comms: Communicators, nbytes: int) -> dict[str, str]:
-        """Return the terms that offer memory for this many bytes of data; none if there is some, or can be none."""
-        if nbytes < _WORTH or self.backend(comms) is not None or not self._is_possible:
+    def offer(self, comms: Communicators) -> dict[str, str]:
+        """Return the terms that offer memory; none if there is some, or can be none."""
+        if self.backend(comms) is not None or not self._is_possible:
             return {}
         if self._offered is None:
             with contextlib.suppress(OSError):
