@@ -174,7 +174,8 @@ class _OfGloo(Channel):
         return self._with_tag(_FRAMES)
 
     def _carrier(self, in_memory: bool) -> tuple[Backend, int]:
-        return self._with_tag(_DATA), self.peer
+        backend = self._comms.control.backend  # of several hosts, ranks of one exchange data in memory
+        return self._with_tag(_DATA) if isinstance(backend, Gloo) or not in_memory else backend, self.peer
 
     def _fetch_answer(self) -> Part:
         return self._begin(self._with_tag(_ANSWERS), "recv", torch.empty(FRAME, dtype=torch.uint8, device="cpu"))
@@ -210,10 +211,9 @@ class _OfMemory(_OfGloo):
             self._memory.attach(self._comms, terms[TERM])
 
     def _carrier(self, in_memory: bool) -> tuple[Backend, int]:
-        if not in_memory:  # nothing would move it there while neither rank waits
-            return super()._carrier(in_memory)
-        backend = self._memory.backend(self._comms)
-        return (self._comms.control.backend, self.peer) if backend is None else (backend, self._memory.there)
+        # Nothing would move other data in memory while neither rank waits.
+        backend = self._memory.backend(self._comms) if in_memory else None
+        return super()._carrier(in_memory) if backend is None else (backend, self._memory.there)
 
     def post(self, frame: torch.Tensor) -> tuple[list[Part], Answer | None]:
         box = self._mailbox

@@ -116,12 +116,10 @@ class _AllToAll(TreeVerb):
         rank, size, dims = comm.get_rank(), comm.get_size(), leaves.layout.free(self._dim)[0]
         places, works = [], []
         for bucket in buckets:
-            tensors, shapes = (
-                [leaves.tensors[i] for i in bucket],
-                [[_share(row[i], dims[i], size, rank) for i in bucket] for row in every],
-            )
-            places.append(receiving(comm, tensors, shapes, [dims[i] for i in bucket]))
-            rows = zip(*[parts_of(leaves.tensors[i], size, dims[i]) for i in bucket], strict=True)
+            tensors, own = [leaves.tensors[i] for i in bucket], [dims[i] for i in bucket]
+            shapes = [[_share(row[i], dims[i], size, rank) for i in bucket] for row in every]
+            places.append(receiving(comm, tensors, shapes, own))
+            rows = zip(*[parts_of(one, size, dim) for one, dim in zip(tensors, own, strict=True)], strict=True)
             packed = [packing.pack(row, comm.get_device()) for row in rows]
             works.append(comm.all_to_all(places[-1].buffers, packed, async_op=True))
         return places, works

@@ -273,7 +273,7 @@ class Receiving(NamedTuple):
     """The buffers for the parts of one bucket, and the function that turns the parts into results."""
 
     buffers: Sequence[torch.Tensor]
-    """One buffer per rank."""
+    """One buffer for each rank whose data comes."""
 
     results: Callable[[], list[torch.Tensor]]
     """The function that returns the results, to be called when all parts have arrived."""
@@ -303,13 +303,10 @@ def receiving(
 def receiving_one(comm: Collectives, like: Sequence[torch.Tensor]) -> Receiving:
     """Return memory for one part of the leaves of a bucket, which come like these; a single one becomes the result."""
     dtypes, shapes = [tensor.dtype for tensor in like], [tensor.shape for tensor in like]
+    if len(like) == 1:
+        return _in_place(comm, dtypes[0], shapes)
     buffer = packed_like(comm, dtypes, shapes)
-
-    def results() -> list[torch.Tensor]:
-        parts = packing.unpack(buffer, dtypes, shapes)
-        return parts if len(parts) == 1 else [part.clone() for part in parts]
-
-    return Receiving([buffer], results)
+    return Receiving([buffer], lambda: [part.clone() for part in packing.unpack(buffer, dtypes, shapes)])
 
 
 def _in_place(comm: Collectives, dtype: torch.dtype, shapes: Shapes) -> Receiving:

@@ -145,7 +145,8 @@ def reduce(
         RemoteError: Another rank's tree could not be reduced.
 
     Cost: one header exchange, which carries a small tree (32 KiB in small groups); for a larger one an all-reduce per
-    accumulation dtype, and in shared memory one more for all leaves of 256 KiB and more; no all-reduce for ``"none"``.
+    accumulation dtype, and in shared memory one more for all leaves of 256 KiB and more; of those that are
+    accumulated in another dtype, one for each 256 Ki elements. No all-reduce for ``"none"``.
     With ``dst``, each other rank sends a larger tree once, to ``dst``.
 
     Source: accelerate's ``reduce``.
@@ -240,12 +241,12 @@ class Reduce(TreeVerb):
     def _begun(self, comm: Collectives, leaves: Leaves, group: _DtypeGroup, op: ReduceOp | None) -> list[_Begun]:
         """Begin to reduce a group. In shared memory, no large leaf is packed; all ranks make the same messages."""
         dst, layout = None if group.is_bound else self._dst, leaves.layout
-        if op is None or not comm.backend.shares_memory:
+        if not comm.backend.shares_memory:
             return [(group, *_begin(comm, leaves, group, op, dst))]
         begun, together = list[_Begun](), list[int]()
         for bucket in large_alone(group.members, layout.packing.lengths):
             first, part = bucket[0], group._replace(members=bucket)
-            if layout.packing.lengths[first] < LARGE:
+            if op is None or layout.packing.lengths[first] < LARGE:
                 begun.append((part, *_begin(comm, leaves, part, op, dst)))
             elif layout.dtypes[first] is not group.dtype:
                 begun.append(self._begin_converted(comm, leaves, part, op))
@@ -253,26 +254,29 @@ class Reduce(TreeVerb):
                 begun.append((part, *_begin(comm, leaves, part, op, dst)))
             else:
                 together.append(first)
-        return begun + _begin_together(comm, leaves, group, together, op)
+        return begun if op is None else begun + _begin_together(comm, leaves, group, together, op)
 
     def _begin_converted(self, comm: Collectives, leaves: Leaves, group: _DtypeGroup, op: ReduceOp) -> _Begun:
         """Begin to reduce a leaf piece by piece, so that little of it is in the other dtype at a time."""
         [leaf] = group.members
         data = leaves.tensors[leaf].detach().to(comm.get_device()).reshape(-1)
         kind = _dtype_of(leaves, leaf, self._reduction, self._scale)  # may differ between ranks
-        result = memory.empty([data.numel()], kind, comm.get_device())
-        pieces = zip(data.split(_CONVERTED), result.split(_CONVERTED), strict=True)
+        is_receiver = self._dst in (None, comm.get_rank())
+        result = memory.empty([data.numel() if is_receiver else 0], kind, comm.get_device())
+        outs = result.split(_CONVERTED) if is_receiver else itertools.repeat(None)
+        pieces = zip(data.split(_CONVERTED), outs, strict=False)
         work = TorchWork(_later(self._converted(comm, piece, group.dtype, op, out) for piece, out in pieces))
         return group._replace(is_finished=True), result, work
 
     def _converted(
-        self, comm: Collectives, piece: torch.Tensor, dtype: torch.dtype, op: ReduceOp, out: torch.Tensor
+        self, comm: Collectives, piece: torch.Tensor, dtype: torch.dtype, op: ReduceOp, out: torch.Tensor | None
     ) -> TorchWork:
-        """Begin to reduce a piece in another dtype; at the end, ``out`` has the result."""
+        """Begin to reduce a piece in another dtype; at the end, ``out`` has the result on the ranks that get it."""
         total, dst = piece.to(dtype, copy=True), self._dst
 
         def finish() -> Sequence[Begun]:
-            out.copy_(_finish(total, self._reduction, self._scale, comm.get_size()))
+            if out is not None:
+                out.copy_(_finish(total, self._reduction, self._scale, comm.get_size()))
             return ()
 
         work = comm.all_reduce(total, op, async_op=True) if dst is None else comm.reduce(total, dst, op, async_op=True)
@@ -285,7 +289,7 @@ class Reduce(TreeVerb):
         for group, flat in self._from_payloads(comms, agreed) if arrived is None else arrived:
             if group.is_bound:
                 _check_bound(leaves, group.members, flat, reduction, comms.size)
-            elif group.is_finished:
+            elif is_receiver and group.is_finished:
                 leaf = group.members[0]
                 results[leaf] = flat.view(leaves.layout.shapes[leaf]).to(leaves.tensors[leaf].device)
             elif is_receiver:

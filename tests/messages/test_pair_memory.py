@@ -9,6 +9,7 @@ from counting import recorded
 
 import easydist
 from easydist import CollectiveTimeout, DisagreementError, ProcessState
+from easydist.groups import sharing
 from easydist.messages import pair_memory
 from easydist.parallel import GroupCoordinator
 from easydist.shm.mailbox import Mailbox
@@ -85,6 +86,16 @@ def test_a_quarter_of_shared_memory_stays_free_for_the_rest(rank):
         patch.setattr(pair_memory, "spare", lambda: pair_memory._NBYTES - 1)
         assert moved(rank, 0, 1) is None
     assert not made
+
+
+@distributed(world_size=3)
+def test_ranks_of_one_of_several_hosts_exchange_data_in_memory(rank):
+    with pytest.MonkeyPatch.context() as patch, counted(Shm, "send") as sent:
+        patch.setattr(sharing, "by_host", lambda records: [[0, 1], [2]])
+        easydist.wait_for_everyone()
+        for numel in (40_000, NUMEL):
+            moved(rank, 0, 1, numel)
+    assert [data.nbytes for _, data, *_ in sent] == ([160_000, 4 * NUMEL] if rank == 0 else [])
 
 
 @distributed(world_size=2)
