@@ -156,13 +156,13 @@ class Cluster:
             if not (chosen := self._chosen(ranks)):
                 return {}
             self._meet_again()
-            for rank in chosen:
-                rank.send(source, meta, buffers)
             self._outputs += 1
             file = self._place.folder / f"output-{self._outputs}.txt"
             output = Output([rank.rank for rank in chosen], self._sink, file)
-            cell = self._cell = Cell(chosen, self._ranks, output, self._last_cell)
+            cell = self._cell = Cell(chosen, self._ranks, output, self._last_cell)  # first, for an interrupt meanwhile
             try:
+                for rank in chosen:
+                    rank.send(source, meta, buffers)
                 return cell.run()
             except BaseException:
                 self._needs_meeting = True

@@ -88,6 +88,22 @@ def test_a_cell_can_be_interrupted(ranks, tmp_path):
     assert ranks.pull("kept") == [0, 1]
 
 
+def test_an_interrupt_before_all_ranks_have_the_cell_counts_for_it(ranks, tmp_path, monkeypatch):
+    last, begun = ranks._ranks[-1], tmp_path / "begun"
+    send = last.send
+
+    def interrupted(*args):
+        until(begun.exists)
+        ranks.interrupt()
+        send(*args)
+
+    monkeypatch.setattr(last, "send", interrupted)
+    with pytest.raises(CellInterrupted, match="their variables are kept"):
+        ranks.execute(f"open({str(begun)!r}, 'w')\nwhile True: pass")
+    monkeypatch.undo()
+    assert ranks.pull("kept") == [0, 1]
+
+
 def test_a_killed_kernel_is_named_and_replaced(ranks):
     pid = ranks.status()[1].pid
     with pytest.raises(RankLostError, match=rf"^rank 1 is lost: process {pid} ended \(killed, or crashed\)") as caught:
