@@ -30,7 +30,6 @@ from easydist.verbs.buckets import (
     parts_of,
     receiving,
     resized,
-    smallest,
 )
 from easydist.verbs.gradients import Adjoint, Gradient
 from easydist.verbs.swap import cat, swap
@@ -109,8 +108,7 @@ class _AllToAll(TreeVerb):
     def exchange(self, comms: Communicators, agreed: Agreement) -> _Moved:
         leaves = agreed.call.tree
         every = every_shape(comms, leaves, self._dim, agreed)
-        nbytes = smallest(every, leaves.layout.dtypes)
-        return every, moved(comms, leaves, agreed.uniform, nbytes, functools.partial(self._begin, leaves, every))
+        return every, moved(comms, leaves, every, agreed.uniform, functools.partial(self._begin, leaves, every))
 
     def _begin(self, leaves: Leaves, every: Sequence[Shapes], comm: Collectives, buckets: Buckets) -> Begin:
         rank, size, dims = comm.get_rank(), comm.get_size(), leaves.layout.free(self._dim)[0]

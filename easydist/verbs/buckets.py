@@ -184,8 +184,8 @@ def in_turns(indices: Sequence[int], nbytes: Sequence[int]) -> list[list[Sequenc
 def moved(
     comms: Communicators,
     leaves: Leaves,
-    tied: bool,
-    nbytes: Sequence[int],
+    shapes: Sequence[Shapes],
+    uniform: bool,
     begin: Callable[[Collectives, Buckets], Begin],
 ) -> dict[int, torch.Tensor]:
     """Move the leaves of a tree in turns, of which two are under way, so that few packed buffers need memory.
@@ -193,16 +193,17 @@ def moved(
     Args:
         comms: The group.
         leaves: The tree.
-        tied: True to move leaves that are one tensor once.
-        nbytes: See ``large_alone``.
+        shapes: Every rank's shapes, which say what all ranks take for large; not needed if ``uniform``.
+        uniform: True if all ranks have leaves of the same shapes, and the same ones tied: these move once.
         begin: Begins to move some leaves, given the communicator and their indices by message.
 
     Returns:
         The results by index, on the devices of their leaves.
     """
+    nbytes = leaves.layout.packing.lengths if uniform else smallest(shapes, leaves.layout.dtypes)
     results: dict[int, torch.Tensor] = {}
     under_way: deque[Callable[[], dict[int, torch.Tensor]]] = deque()
-    for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(tied), sum(nbytes)):
+    for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(uniform), sum(nbytes)):
         is_cpu = comm.get_device().type == "cpu"
         for buckets in in_turns(members, nbytes) if is_cpu else [large_alone(members, nbytes)]:
             if len(under_way) == _UNDER_WAY:

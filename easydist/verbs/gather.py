@@ -33,7 +33,6 @@ from easydist.verbs.buckets import (
     pad_first,
     receiving,
     small_payload,
-    smallest,
 )
 from easydist.verbs.gradients import Adjoint, Gradient, demand_everyone
 from easydist.verbs.ranks import check_rank, named_rank
@@ -224,8 +223,7 @@ class Gather(TreeVerb):
             return shapes, copied(leaves, leaves.travelling(agreed.uniform))
         if agreed.has_payload:
             return shapes, None
-        nbytes = leaves.layout.packing.lengths if agreed.uniform else smallest(shapes, leaves.layout.dtypes)
-        return shapes, moved(comms, leaves, agreed.uniform, nbytes, functools.partial(self._begin, leaves, shapes))
+        return shapes, moved(comms, leaves, shapes, agreed.uniform, functools.partial(self._begin, leaves, shapes))
 
     def _begin(self, leaves: Leaves, shapes: Sequence[Shapes], comm: Collectives, buckets: Buckets) -> Begin:
         dst, dims = self._dst, leaves.layout.free(self._dim)[0]

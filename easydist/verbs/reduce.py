@@ -246,14 +246,13 @@ class Reduce(TreeVerb):
         begun, together = list[_Begun](), list[int]()
         for bucket in large_alone(group.members, layout.packing.lengths):
             first, part = bucket[0], group._replace(members=bucket)
-            if op is None or layout.packing.lengths[first] < LARGE:
-                begun.append((part, *_begin(comm, leaves, part, op, dst)))
-            elif layout.dtypes[first] is not group.dtype:
+            is_large = layout.packing.lengths[first] >= LARGE
+            if op is not None and is_large and layout.dtypes[first] is not group.dtype:
                 begun.append(self._begin_converted(comm, leaves, part, op))
-            elif dst is not None:
-                begun.append((part, *_begin(comm, leaves, part, op, dst)))
-            else:
+            elif op is not None and is_large and dst is None:
                 together.append(first)
+            else:
+                begun.append((part, *_begin(comm, leaves, part, op, dst)))
         return begun if op is None else begun + _begin_together(comm, leaves, group, together, op)
 
     def _begin_converted(self, comm: Collectives, leaves: Leaves, group: _DtypeGroup, op: ReduceOp) -> _Begun:

@@ -141,7 +141,7 @@ class _Scatter(Verb[Tree]):
         leaves = agreed.call.tree
         if comms.size > 1:
             leaves = shared_leaves(comms, self.operation, self._tensor, self._source, agreed, hollow=True)
-        return leaves, moved(comms, leaves, True, leaves.layout.packing.lengths, functools.partial(self._begin, leaves))
+        return leaves, moved(comms, leaves, (), True, functools.partial(self._begin, leaves))
 
     def _begin(self, leaves: Leaves, comm: Collectives, buckets: Buckets) -> Begin:
         places, works, rank = [], [], comm.get_rank()

@@ -53,9 +53,9 @@ MUTANTS = [
         "tests/verbs/test_gather.py -k on_all_ranks_or_on_none",
     ),
     Mutant(
-        "verbs/gather.py",
-        "Gather.exchange",
-        "leaves.layout.packing.lengths if agreed.uniform else smallest(shapes, leaves.layout.dtypes)",
+        "verbs/buckets.py",
+        "moved",
+        "leaves.layout.packing.lengths if uniform else smallest(shapes, leaves.layout.dtypes)",
         "leaves.layout.packing.lengths",
         "tests/verbs/test_gather.py::test_leaves_that_are_large_on_one_rank_only",
     ),

@@ -102,6 +102,12 @@ def test_an_output_that_does_not_fit_the_input_is_refused(name):
     BETWEEN[name](comm, torch.zeros(2, 3).t(), grid)
 
 
+def test_several_are_reduced_without_a_factor():
+    parts = [torch.ones(3), torch.ones(2)]
+    with pytest.raises(RuntimeError, match="all_reduce_parts: op must have no factor"):
+        solo(0, 1).all_reduce_parts([torch.empty(3), torch.empty(2)], parts, ReduceOp.PREMUL_SUM(2), async_op=False)
+
+
 @distributed(world_size=2)
 def test_what_is_still_to_be_sent_is_not_written(rank):
     """Only this rank's part may stay where it is. Of the others, large ones arrived changed."""

@@ -17,6 +17,7 @@ from easydist.verbs import buckets
 verbs = importlib.import_module("easydist.verbs.reduce")  # the package has a function of this name
 pytestmark = pytest.mark.slow
 NBYTES = 32 << 20
+MEASURED = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak cannot be measured here")
 
 
 def peak_of(call, result_nbytes):
@@ -27,7 +28,7 @@ def peak_of(call, result_nbytes):
     return peak / result_nbytes
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak cannot be measured here")
+@MEASURED
 @BACKENDS
 @distributed(world_size=3)
 def test_the_peak_of_a_large_call_is_near_that_of_its_result(rank, backend):
@@ -42,7 +43,7 @@ def test_the_peak_of_a_large_call_is_near_that_of_its_result(rank, backend):
         assert peak_of(lambda: easydist.reduce(whole, "sum", dst=1, group=group), NBYTES) < (2.5 if rank == 1 else 0.3)
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak cannot be measured here")
+@MEASURED
 @pytest.mark.parametrize("parts", [1, 4096])
 @distributed(world_size=2)
 def test_parts_of_leaves_arrive_with_little_memory_beside_the_result(rank, parts):
@@ -53,7 +54,7 @@ def test_parts_of_leaves_arrive_with_little_memory_beside_the_result(rank, parts
         assert peak_of(lambda call=call: call(tree), nbytes) < most
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak cannot be measured here")
+@MEASURED
 @pytest.mark.parametrize("parts", [1, 4])
 @distributed(world_size=2)
 def test_floats_of_16_bits_are_reduced_with_little_memory_beside_the_result(rank, parts):
