@@ -313,9 +313,10 @@ COMM = {
 }
 COMM_INPUTS = {
     "all gather": lambda c, x, y, r: _filled(c.all_gather, y, 2, x, False),
-    "all gather of parts": lambda c, x, y, r: _filled(
-        lambda o, i, a: c.core().all_gather_parts([o], [i], a), y, 2, x, False
-    ),
+    "all gather of parts": lambda c, x, y, r: (
+        o := torch.stack([y, y]),
+        c.core().all_gather_parts([o], [x], [None], False),
+    )[0],
     "all gather single": lambda c, x, y, r: (o := torch.stack([y, y]), c.all_gather_single(o, x, False))[0],
     "gather": lambda c, x, y, r: _filled(c.gather, y, 2 * (r == 0), x, 0, False),
     "scatter": lambda c, x, y, r: (o := torch.zeros_like(y), c.scatter(o, [x, x] if r == 0 else [], 0, False))[0],

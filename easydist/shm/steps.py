@@ -89,17 +89,18 @@ class Steps:
         """
         slots, rank = self.slots, self.slots.rank
         given, taken = slotfuls(mine, slots.slot), [slotfuls(row, slots.slot) for row in rows]
+        nbytes = [*map(_total, rows)]
         for index in range(max(1, *map(len, taken))):  # a step even for nothing: another rank may expect something
             slot = yield from self.own_slot(half := self.next_half())
             own = given[index] if index < len(given) else []
             for address, length, offset in own:
                 copy(slot + offset, address, length)
-            step = self.publish_data(half, _total(mine), word)
+            step = self.publish_data(half, nbytes[rank], word)
             # After publishing, so that the others copy at the same time.
             for (source, length, _), (target, _, _) in zip(own, taken[rank][index] if own else [], strict=True):
                 if source != target:
                     copy(target, source, length)
-            yield from self._collect(half, step, rows, taken, index, word)
+            yield from self._collect(half, step, nbytes, taken, index, word)
 
     def share_small(self, mine: Extent, rows: Sequence[Extent], word: int) -> Iterator[Need]:
         """Do as ``share`` with one extent per rank, none larger than a slot."""
@@ -123,7 +124,7 @@ class Steps:
         self,
         half: int,
         step: int,
-        extents: Sequence[Sequence[Extent]],
+        nbytes: Sequence[int],
         rows: Sequence[Sequence[Sequence[Piece]]],
         index: int,
         word: int,
@@ -132,8 +133,8 @@ class Steps:
         for rank in slots.others:
             while not slots.has_published(rank, step):
                 yield need
-            if not slots.holds(rank, half, total := _total(extents[rank]), word):
-                raise self._differs(rank, half, total, word)
+            if not slots.holds(rank, half, nbytes[rank], word):
+                raise self._differs(rank, half, nbytes[rank], word)
             if index < len(rows[rank]):
                 slot = slots.slots[rank][half]
                 for address, length, offset in rows[rank][index]:

@@ -110,11 +110,14 @@ def _all_gather_v(comm: Collectives) -> None:
 def _all_gather_parts(comm: Collectives) -> None:
     rank, size = comm.get_rank(), comm.get_size()
     for dtype, numel in cases():
-        lengths = [[uneven(r, numel), 3, uneven(r + 1, numel)] for r in range(size)]
-        outputs = [[torch.empty(lengths[r][i], dtype=dtype) for r in range(size)] for i in range(3)]
-        comm.all_gather_parts(outputs, [sample(rank + i, lengths[rank][i], dtype) for i in range(3)], async_op=False)
-        for i, r in itertools.product(range(3), range(size)):
-            expect(outputs[i][r], wanted(r + i, lengths[r][i], dtype), "all_gather_parts", dtype, numel, "from", r, i)
+        sizes = [[uneven(r, numel) for r in range(size)], None, [uneven(r + 1, numel) for r in range(size)]]
+        counts = [[numel] * size if each is None else each for each in sizes]
+        outputs = [torch.empty(sum(each), dtype=dtype) for each in counts]
+        mine = [sample(rank + i, counts[i][rank], dtype) for i in range(3)]
+        comm.all_gather_parts(outputs, mine, sizes, async_op=False)
+        for i, output in enumerate(outputs):
+            for r, part in enumerate(output.split(counts[i])):
+                expect(part, wanted(r + i, counts[i][r], dtype), "all_gather_parts", dtype, numel, "from", r, i)
 
 
 def _all_gather_upto(comm: Collectives) -> None:

@@ -17,6 +17,9 @@ from easydist.transport.work import Begun, Pending, TorchWork, handle
 Addressed = tuple[torch.Tensor, int]
 """A flat tensor and the rank it goes to or comes from."""
 
+Gathered = tuple[torch.Tensor, torch.Tensor, Sequence[int] | None]
+"""A flat output, the data of this rank, and the number of elements from each rank; None if they are all the same."""
+
 
 class Backend(ABC):
     """The part of a communicator that moves flat, contiguous, detached tensors between the ranks of one group.
@@ -70,9 +73,14 @@ class Backend(ABC):
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Begun:
         """Law: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``, the same bits on every rank."""
 
-    def all_gather_parts(self, outputs: Sequence[Sequence[torch.Tensor]], parts: Sequence[torch.Tensor]) -> Begun:
-        """Law: ``outputs[i][r] = parts[i] of rank r``; sizes may differ. Several ``all_gather_v`` as one operation."""
-        return TorchWork([self.all_gather_v(*pair) for pair in zip(outputs, parts, strict=True)])
+    def all_gather_parts(self, parts: Sequence[Gathered]) -> Begun:
+        """Run several ``all_gather_single``, or ``all_gather_v`` of the parts of the output, as one operation."""
+        return TorchWork(
+            [
+                self.all_gather_single(output, data) if sizes is None else self.all_gather_v(output.split(sizes), data)
+                for output, data, sizes in parts
+            ]
+        )
 
     def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Begun:
         """Law: ``output = op(data of rank 0, data of rank 1, …)``; ``data`` is not changed."""

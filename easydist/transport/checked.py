@@ -11,7 +11,7 @@ import torch
 
 from easydist.base.arguments import integer
 from easydist.base.torch_private import is_zerotensor
-from easydist.data.backing import absence, backed, is_backed, writable
+from easydist.data.backing import absence, backed, is_backed, starts, writable
 from easydist.data.leaves import overlaps
 from easydist.transport.backend import Backend
 from easydist.transport.reduce_op import ReduceOp
@@ -29,6 +29,7 @@ About = tuple[torch.Tensor | None, int | None, ReduceOp | None]
 
 BYTES = torch.uint8
 _Tensor, _STRIDED = torch.Tensor, torch.strided
+_dtype, _is_cpu, _nbytes, _requires_grad = map(operator.attrgetter, ("dtype", "is_cpu", "nbytes", "requires_grad"))
 _FLAT = (1,)
 _FEW = 64
 """The most pairs of an output and an input whose memory is compared one by one."""
@@ -97,6 +98,11 @@ class Staging:
     def targets(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the flat memory of several outputs."""
         return [self.target(tensor) for tensor in tensors]
+
+    def add(self, other: Staging) -> None:
+        """Add the outputs of another operation that runs as a part of this one."""
+        self.outputs += other.outputs
+        self.copies = [*self.copies, *other.copies]
 
     def deliver(self, work: TorchWork) -> TorchWork:
         """Let a work copy the values into the outputs at its end, and return it."""
@@ -206,6 +212,18 @@ class Checks:
         staging = Staging()
         return staging, staging.targets(outputs), list(map(flat, inputs))
 
+    def moved_each(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> StagedTensors:
+        """Do as ``moved`` for pairs of an output and an input, which may have another dtype than the other pairs."""
+        if self._backend.shares_memory and _are_memory(outputs, inputs):
+            return Staging(*outputs), [*outputs], [*inputs]
+        every, targets, sources = Staging(), list[torch.Tensor](), list[torch.Tensor]()
+        for output, input in zip(outputs, inputs, strict=True):
+            staging, (target,), (data,) = self.moved(name, [output], [input])
+            every.add(staging)
+            targets.append(target)
+            sources.append(data)
+        return every, targets, sources
+
     def are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
         """True if ``tensors`` accepts them and their memory is flat: most are, and finding that out is quick.
 
@@ -263,6 +281,21 @@ class Checks:
             raise TypeError(f"{name}(): {what}_split_sizes must not be negative, got {counts}")
         demand(sum(counts) <= length, f"Sum of {what}_split_sizes exceeds {what} tensor size for {name}")
         return [count * (tensor.numel() // length if length else 0) for count in counts]
+
+
+def _are_memory(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
+    """True if these pairs are plain tensors that memory on the CPU holds as they are: for many, quicker than a loop."""
+    tensors, dtypes = [*outputs, *inputs], [*map(_dtype, inputs)]
+    return (
+        {*map(type, tensors)} == {_Tensor}
+        and [*map(_dtype, outputs)] == dtypes
+        and not any(dtype.is_complex for dtype in set(dtypes))
+        and all(map(_is_cpu, tensors))
+        and all(map(_Tensor.is_contiguous, tensors))
+        and not any(map(_requires_grad, tensors))
+        and not any(map(_Tensor.is_neg, tensors))
+        and starts(tensors, [*map(_nbytes, tensors)]) is not None
+    )
 
 
 def _check_backed(name: str, tensor: torch.Tensor) -> None:

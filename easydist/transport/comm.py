@@ -9,7 +9,7 @@ from typing import SupportsIndex
 import torch
 
 from easydist.liveness.monitor import Monitor
-from easydist.transport.backend import Backend
+from easydist.transport.backend import Backend, Gathered
 from easydist.transport.checked import (
     BYTES,
     Checks,
@@ -21,7 +21,6 @@ from easydist.transport.checked import (
     check_apart,
     check_own,
     demand,
-    flat,
     run_for_verbs,
     split,
 )
@@ -207,28 +206,31 @@ class Collectives(Reductions):
 
     def all_gather_parts(
         self,
-        tensor_lists: Sequence[Sequence[torch.Tensor]],
+        outputs: Sequence[torch.Tensor],
         tensors: Sequence[torch.Tensor],
+        sizes: Sequence[Sequence[int] | None],
         async_op: bool,
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Law: ``tensor_lists[i][r] == tensors[i] of rank r``; several ``all_gather_v`` as one operation.
+        """Law: ``outputs[i].flatten() == cat([tensors[i].flatten() of rank 0, …, of rank W-1])``, as one operation.
 
         Args:
-            tensor_lists: One or more; each has one tensor per rank, with as many elements as that rank sends.
-            tensors: The data that this rank sends, one tensor for each list.
+            outputs: One or more tensors.
+            tensors: The data that this rank sends, one tensor for each output, of its dtype.
+            sizes: For each output the number of elements from each rank; None if all ranks send as many.
         """
-        name, staging = "all_gather_parts", Staging()
-        for tensor_list, tensor in zip(tensor_lists, tensors, strict=True):
-            self.checks.one_per_rank(name, "tensor_list", tensor_list)
-            self.checks.tensors(name, tensor_list, [tensor])
-            check_own(name, tensor_list[self.get_rank()].numel(), tensor.numel())
-        outputs = [self.checks.raws(staging.targets(tensor_list)) for tensor_list in tensor_lists]
-        parts = self.checks.raws([*map(flat, tensors)])
-        return self._run(
-            name, lambda: self._backend.all_gather_parts(outputs, parts), async_op, hints, timeout, staging
-        )
+        name, rank, moved = "all_gather_parts", self.get_rank(), list[Gathered]()
+        staging, targets, sources = self.checks.moved_each(name, outputs, tensors)
+        for target, data, tensor, counts in zip(targets, sources, tensors, sizes, strict=True):
+            if counts is not None:
+                check_own(name, counts[rank], tensor.numel())
+                # As many, in the dtype in which the backend moves them.
+                counts = [count * tensor.itemsize // data.itemsize for count in counts]
+            total = self.get_size() * data.numel() if counts is None else sum(counts)
+            demand(target.numel() == total, f"{name}: an output does not fit the elements of all ranks")
+            moved.append((target, data, counts))
+        return self._run(name, lambda: self._backend.all_gather_parts(moved), async_op, hints, timeout, staging)
 
     def all_to_all(
         self,

@@ -12,24 +12,22 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.base.arguments import dimension
 from easydist.base.eager import eager
-from easydist.data import packing
-from easydist.data.arithmetic import split_bounds
 from easydist.data.leaves import Leaves, as_array
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
 from easydist.verbs.buckets import (
-    Begin,
-    Buckets,
+    Begun,
     Shapes,
+    Turn,
     dims_of,
     every_shape,
     moved,
     pad_first,
     parts_of,
     receiving,
-    resized,
+    share_of,
 )
 from easydist.verbs.gradients import Adjoint, Gradient
 from easydist.verbs.swap import cat, swap
@@ -108,19 +106,19 @@ class _AllToAll(TreeVerb):
     def exchange(self, comms: Communicators, agreed: Agreement) -> _Moved:
         leaves = agreed.call.tree
         every = every_shape(comms, leaves, self._dim, agreed)
-        return every, moved(comms, leaves, every, agreed.uniform, functools.partial(self._begin, leaves, every))
+        dims = leaves.layout.free(self._dim)[0]
+        rows = every[:1] if agreed.uniform else every
+        shares = [[share_of(*one, comms.size, comms.rank) for one in zip(row, dims, strict=True)] for row in rows]
+        shares = shares * comms.size if agreed.uniform else shares
+        return every, moved(comms, leaves, every, agreed.uniform, functools.partial(self._begin, leaves, shares))
 
-    def _begin(self, leaves: Leaves, every: Sequence[Shapes], comm: Collectives, buckets: Buckets) -> Begin:
-        rank, size, dims = comm.get_rank(), comm.get_size(), leaves.layout.free(self._dim)[0]
-        places, works = [], []
-        for bucket in buckets:
-            tensors, own = [leaves.tensors[i] for i in bucket], [dims[i] for i in bucket]
-            shapes = [[_share(row[i], dims[i], size, rank) for i in bucket] for row in every]
-            places.append(receiving(comm, tensors, shapes, own))
-            rows = zip(*[parts_of(one, size, dim) for one, dim in zip(tensors, own, strict=True)], strict=True)
-            packed = [packing.pack(row, comm.get_device()) for row in rows]
-            works.append(comm.all_to_all(places[-1].buffers, packed, async_op=True))
-        return places, works
+    def _begin(self, leaves: Leaves, shares: Sequence[Shapes], comm: Collectives, turn: Turn) -> Begun:
+        size, dims = comm.get_size(), leaves.layout.free(self._dim)[0]
+        place = receiving(comm, leaves.tensors, shares, dims, turn)
+        parts = {i: parts_of(leaves.tensors[i], size, dims[i]) for i in (*turn.alone, *turn.packed)}
+        rows = [turn.messages(comm, {i: part[rank] for i, part in parts.items()}) for rank in range(size)]
+        every = zip(place.parts(size), zip(*rows, strict=True), strict=True)
+        return place, [comm.all_to_all(outputs, inputs, async_op=True) for outputs, inputs in every]
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: _Moved) -> Tree:
         leaves, (every, results) = agreed.call.tree, arrived
@@ -136,14 +134,8 @@ def _adjoint(gradient: Gradient, comms: Communicators, every: Sequence[Shapes], 
 
     def adjoint(indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         leaves = list(zip(indices, [dims[i] for i in indices], gradients, strict=True))
-        parts = [one.split([_share(row[i], d, size, rank)[d] for row in every], d) for i, d, one in leaves]
-        shapes = [[_share(every[rank][i], d, size, to) for to in range(size)] for i, d, _ in leaves]
+        parts = [one.split([share_of(row[i], d, size, rank)[d] for row in every], d) for i, d, one in leaves]
+        shapes = [[share_of(every[rank][i], d, size, to) for to in range(size)] for i, d, _ in leaves]
         return [cat(row, d) for row, (_, d, _) in zip(swap(gradient, parts, shapes), leaves, strict=True)]
 
     return adjoint
-
-
-def _share(shape: Sequence[int], dim: int, size: int, rank: int) -> list[int]:
-    """Return the shape of a rank's part of a tensor."""
-    start, stop = split_bounds(shape[dim], size, rank)
-    return resized(shape, dim, stop - start)

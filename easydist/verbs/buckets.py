@@ -16,7 +16,7 @@ from easydist.agreement.frames import Agreement
 from easydist.base.torch_private import foreach_clone
 from easydist.data import packing
 from easydist.data.arithmetic import split_bounds
-from easydist.data.leaves import Leaves
+from easydist.data.leaves import Indexed, Leaves
 from easydist.groups.communicators import Communicators
 from easydist.transport.comm import Collectives
 from easydist.transport.work import TorchWork
@@ -27,8 +27,8 @@ Shapes = Sequence[Sequence[int]]
 LARGE = 1 << 18
 """The bytes from which a leaf is sent alone, because copying it into a packed buffer costs more than a message."""
 
-Buckets = Sequence[Sequence[int]]
-"""The indices of leaves, by message."""
+LARGE_AT_ONCE = 5 << 12
+"""The same where one operation in shared memory moves all messages."""
 
 _UNDER_WAY = 2
 """The most turns of packed leaves under way: one that arrives while the one before it is unpacked."""
@@ -141,44 +141,64 @@ def carriers(comms: Communicators, messages: Iterable[tuple[str, int]]) -> dict[
     return found | dict.fromkeys(on_cpu, comms.cpu(sum([totals[kind] for kind in on_cpu])))
 
 
-def large_alone(indices: Sequence[int], nbytes: Sequence[int]) -> list[Sequence[int]]:
+def large_alone(indices: Sequence[int], nbytes: Sequence[int], large: int = LARGE) -> list[Sequence[int]]:
     """Group leaves into messages: each large one alone, so that it need not be packed; the others together.
 
     Args:
         indices: The leaves to send.
         nbytes: One size per leaf that is the same on all ranks, so that they make the same messages.
+        large: The bytes from which a leaf is large.
 
     Example:
         >>> large_alone([0, 1, 2, 3], [8, LARGE, 4, LARGE])
         [[1], [3], [0, 2]]
     """
-    small = [i for i in indices if nbytes[i] < LARGE]
-    return [*([i] for i in indices if nbytes[i] >= LARGE), *([small] if small else [])]
+    small = [i for i in indices if nbytes[i] < large]
+    return [*([i] for i in indices if nbytes[i] >= large), *([small] if small else [])]
 
 
-def in_turns(indices: Sequence[int], nbytes: Sequence[int]) -> list[list[Sequence[int]]]:
-    """Group leaves into the messages of ``large_alone``, and these into turns, so that few packed leaves need memory.
+class Turn(NamedTuple):
+    """Leaves that travel at the same time."""
+
+    alone: Sequence[int]
+    """The indices of those with a message of their own."""
+
+    packed: Sequence[int]
+    """The indices of those that share the last message."""
+
+    def messages(self, comm: Collectives, tensors: Indexed) -> list[torch.Tensor]:
+        """Return the messages with these tensors, flat: values, or packed bytes."""
+        device = comm.get_device()
+        found = [tensors[i].to(device).contiguous().view(-1) for i in self.alone]
+        if not self.packed:
+            return found
+        packed = [tensors[i] for i in self.packed]
+        nbytes = sum(map(packing.nbytes, packed))
+        message = memory.empty([_padded(nbytes)], torch.uint8, device)
+        packing.pack(packed, out=message[:nbytes])
+        return [*found, message]
+
+
+def in_turns(indices: Sequence[int], nbytes: Sequence[int], large: int) -> list[Turn]:
+    """Group leaves into turns, so that few packed leaves need memory.
 
     Args:
         indices: The leaves to send.
-        nbytes: See ``large_alone``.
+        nbytes: One size per leaf that is the same on all ranks, so that they make the same messages.
+        large: The bytes from which a leaf is sent alone.
 
     Example:
-        >>> [[len(message) for message in turn] for turn in in_turns(range(20), [LARGE] + [LARGE - 8] * 19)]
-        [[1, 9], [8], [2]]
+        >>> [(turn.alone, len(turn.packed)) for turn in in_turns(range(20), [LARGE] + [LARGE - 8] * 19, LARGE)]
+        [([0], 9), ([], 8), ([], 2)]
     """
-    messages = large_alone(indices, nbytes)
-    if not messages or nbytes[messages[-1][0]] >= LARGE:
-        return [messages]
-    *large, packed = messages
+    alone, packed = [i for i in indices if nbytes[i] >= large], [i for i in indices if nbytes[i] < large]
     stops = [*itertools.accumulate([nbytes[i] for i in packed])]
-    turn = max(_TURN, stops[-1] // _TURNS)
+    nbytes_of_turn = max(_TURN, stops[-1] // _TURNS) if packed else _TURN
     parts: dict[int, list[int]] = {}
     for i, stop in zip(packed, stops, strict=True):
-        parts.setdefault((stop - nbytes[i]) // turn, []).append(i)
-    turns: list[list[Sequence[int]]] = [[part] for part in parts.values()]
-    turns[0] = [*large, *turns[0]]
-    return turns
+        parts.setdefault((stop - nbytes[i]) // nbytes_of_turn, []).append(i)
+    first, *others = [*parts.values()] or [[]]
+    return [Turn(alone, first), *[Turn((), part) for part in others]]
 
 
 def moved(
@@ -186,16 +206,18 @@ def moved(
     leaves: Leaves,
     shapes: Sequence[Shapes],
     uniform: bool,
-    begin: Callable[[Collectives, Buckets], Begin],
+    begin: Callable[[Collectives, Turn], Begun],
+    large: int = LARGE,
 ) -> dict[int, torch.Tensor]:
-    """Move the leaves of a tree in turns, of which two are under way, so that few packed buffers need memory.
+    """Move the leaves of a tree in turns, of which two are under way, so that few packed messages need memory.
 
     Args:
         comms: The group.
         leaves: The tree.
         shapes: Every rank's shapes, which say what all ranks take for large; not needed if ``uniform``.
         uniform: True if all ranks have leaves of the same shapes, and the same ones tied: these move once.
-        begin: Begins to move some leaves, given the communicator and their indices by message.
+        begin: Begins to move the leaves of a turn.
+        large: The bytes from which a leaf is sent alone in shared memory.
 
     Returns:
         The results by index, on the devices of their leaves.
@@ -204,30 +226,34 @@ def moved(
     results: dict[int, torch.Tensor] = {}
     under_way: deque[Callable[[], dict[int, torch.Tensor]]] = deque()
     for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(uniform), sum(nbytes)):
-        is_cpu = comm.get_device().type == "cpu"
-        for buckets in in_turns(members, nbytes) if is_cpu else [large_alone(members, nbytes)]:
+        turns = in_turns(members, nbytes, large if comm.backend.shares_memory else LARGE)
+        if comm.get_device().type != "cpu":
+            turns = [Turn(turns[0].alone, [i for turn in turns for i in turn.packed])]
+        for turn in turns:
             if len(under_way) == _UNDER_WAY:
                 results |= under_way.popleft()()
-            under_way.append(functools.partial(_arrived, leaves, comm, buckets, *begin(comm, buckets)))
+            under_way.append(functools.partial(_arrived, leaves, comm, *begin(comm, turn)))
     while under_way:
         results |= under_way.popleft()()
     return results
 
 
 def _arrived(
-    leaves: Leaves, comm: Collectives, buckets: Buckets, places: Sequence[Receiving], works: Sequence[TorchWork]
+    leaves: Leaves, comm: Collectives, place: Receiving | None, works: Sequence[TorchWork]
 ) -> dict[int, torch.Tensor]:
     for work in works:
         work.wait()
-    every = zip(buckets, places, strict=bool(places))  # on some ranks, nothing arrives
-    return at_home(
-        leaves, comm, {i: one for bucket, place in every for i, one in zip(bucket, place.results(), strict=True)}
-    )
+    return {} if place is None else at_home(leaves, comm, place.results())
+
+
+def are_same(shapes: Sequence[Shapes]) -> bool:
+    """True if the shapes of all ranks are one object, as ``every_shape`` returns those that do not differ."""
+    return all(row is shapes[0] for row in shapes)
 
 
 def smallest(shapes: Sequence[Shapes], dtypes: Sequence[torch.dtype]) -> list[int]:
     """Return the bytes of each leaf on the rank where it is smallest."""
-    rows = shapes[:1] if all(row is shapes[0] for row in shapes) else shapes
+    rows = shapes[:1] if are_same(shapes) else shapes
     return [
         min(map(math.prod, column)) * dtype.itemsize
         for column, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
@@ -255,6 +281,17 @@ def packed_nbytes(dtypes: Sequence[torch.dtype], shapes: Shapes) -> int:
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True))
 
 
+def _padded(nbytes: int) -> int:
+    """Return the length of a packed message: 16 is a multiple of every item size, so that the next one is aligned."""
+    return (nbytes // 16 + 1) * 16
+
+
+def share_of(shape: Sequence[int], dim: int, size: int, rank: int) -> list[int]:
+    """Return the shape of the part of a tensor for one rank, see ``parts_of``."""
+    start, stop = split_bounds(shape[dim], size, rank)
+    return resized(shape, dim, stop - start)
+
+
 def parts_of(tensor: torch.Tensor, size: int, dim: int) -> list[torch.Tensor]:
     """Cut a tensor into the parts for each of ``size`` ranks."""
     bounds = [split_bounds(tensor.shape[dim], size, rank) for rank in range(size)]
@@ -271,56 +308,99 @@ def from_payloads(
 
 
 class Receiving(NamedTuple):
-    """The buffers for the parts of one bucket, and the function that turns the parts into results."""
+    """Memory for the messages of a turn, and the function that turns them into results."""
 
-    buffers: Sequence[torch.Tensor]
-    """One buffer for each rank whose data comes."""
+    wholes: list[torch.Tensor]
+    """For each message the memory for those of all ranks, one after the other."""
 
-    results: Callable[[], list[torch.Tensor]]
-    """The function that returns the results, to be called when all parts have arrived."""
+    sizes: Sequence[Sequence[int] | None]
+    """For each message the number of elements from each rank; None if they are all the same."""
+
+    results: Callable[[], dict[int, torch.Tensor]]
+    """The function that returns the results by index, to be called when all messages have arrived."""
+
+    def parts(self, count: int) -> list[Sequence[torch.Tensor]]:
+        """Return for each message the memory for those of ``count`` ranks."""
+        return [
+            whole.view(count, -1).unbind() if sizes is None else whole.split_with_sizes([*sizes])
+            for whole, sizes in zip(self.wholes, self.sizes, strict=True)
+        ]
 
 
-Begin = tuple[Sequence[Receiving], Sequence[TorchWork]]
-"""The memory for the data of each message, if any comes to this rank; and the operations under way."""
+Begun = tuple[Receiving | None, Sequence[TorchWork]]
+"""The memory for the messages of a turn, None if none comes to this rank; and the operations under way."""
 
 
 def receiving(
-    comm: Collectives, tensors: Sequence[torch.Tensor], shapes: Sequence[Shapes], dims: Sequence[int]
+    comm: Collectives, tensors: Sequence[torch.Tensor], shapes: Sequence[Shapes], dims: Sequence[int], turn: Turn
 ) -> Receiving:
-    """Return memory for every rank's part of the leaves of one bucket.
+    """Return memory for the messages of a turn from all ranks, whose parts the results concatenate.
 
-    A single leaf along dim 0 arrives directly in the result. Leaves along dim 0 with the same shapes on all ranks
-    arrive in rows of equal length, and are copied once. All others are concatenated from one packed buffer per rank.
+    A leaf that comes alone along dim 0 arrives in the result. Packed leaves along dim 0 with the same shapes on all
+    ranks are copied once. All others are concatenated from the parts of each rank.
+
+    Args:
+        comm: The communicator.
+        tensors: This rank's leaves, for their dtypes.
+        shapes: ``[r][i]``, the shape of what comes from rank r for leaf i.
+        dims: The dimension along which each leaf is concatenated.
+        turn: The indices of the leaves.
     """
-    dtypes = [tensor.dtype for tensor in tensors]
-    if not any(dims) and len(tensors) == 1:
-        return _in_place(comm, dtypes[0], [shape for (shape,) in shapes])
-    if not any(dims) and all(row == shapes[0] for row in shapes):
-        return _in_rows(comm, dtypes, shapes[0])
-    buffers = [packed_like(comm, dtypes, row) for row in shapes]
-    return Receiving(buffers, lambda: join(buffers, dtypes, shapes, dims))
+    alone = _alone(comm, tensors, shapes, dims, turn.alone)
+    if not turn.packed:
+        return alone
+    packed = _packed(comm, tensors, shapes, dims, turn.packed)
+    results = lambda: alone.results() | packed.results()  # noqa: E731
+    return Receiving(alone.wholes + packed.wholes, [*alone.sizes, *packed.sizes], results)
 
 
-def receiving_one(comm: Collectives, like: Sequence[torch.Tensor]) -> Receiving:
-    """Return memory for one part of the leaves of a bucket, which come like these; a single one becomes the result."""
-    dtypes, shapes = [tensor.dtype for tensor in like], [tensor.shape for tensor in like]
-    if len(like) == 1:
-        return _in_place(comm, dtypes[0], shapes)
-    buffer = packed_like(comm, dtypes, shapes)
-    return Receiving([buffer], lambda: [part.clone() for part in packing.unpack(buffer, dtypes, shapes)])
+def _alone(
+    comm: Collectives,
+    tensors: Sequence[torch.Tensor],
+    shapes: Sequence[Shapes],
+    dims: Sequence[int],
+    indices: Sequence[int],
+) -> Receiving:
+    device, count, like = comm.get_device(), len(shapes), shapes[0]
+    if are_same(shapes) and not any(dims):
+        results = {i: memory.empty([count * like[i][0], *like[i][1:]], tensors[i].dtype, device) for i in indices}
+        return Receiving([one.view(-1) for one in results.values()], [None] * len(results), lambda: results)
+    every = [[row[i] for row in shapes] for i in indices]
+    sizes = [[*map(math.prod, rows)] for rows in every]
+    wholes = [memory.empty([sum(each)], tensors[i].dtype, device) for i, each in zip(indices, sizes, strict=True)]
+    arrived = zip(indices, wholes, sizes, every, strict=True)
+    return Receiving(wholes, sizes, lambda: {i: _whole(whole, each, rows, dims[i]) for i, whole, each, rows in arrived})
 
 
-def _in_place(comm: Collectives, dtype: torch.dtype, shapes: Shapes) -> Receiving:
-    rows = [shape[0] for shape in shapes]
-    whole = memory.empty(resized(shapes[0], 0, sum(rows)), dtype, comm.get_device())
-    return Receiving([packing.as_bytes(part) for part in whole.split(rows)], lambda: [whole])
+def _whole(whole: torch.Tensor, sizes: Sequence[int], shapes: Shapes, dim: int) -> torch.Tensor:
+    """Return the parts of all ranks along a dimension; without a copy along dim 0."""
+    if not dim:
+        return whole.view(resized(shapes[0], 0, sum([shape[0] for shape in shapes])))
+    parts = zip(whole.split_with_sizes([*sizes]), shapes, strict=True)
+    return _cat([part.view(*shape) for part, shape in parts], dim)
 
 
-def _in_rows(comm: Collectives, dtypes: Sequence[torch.dtype], shapes: Shapes) -> Receiving:
-    nbytes = packed_nbytes(dtypes, shapes)
-    width = (nbytes // 16 + 1) * 16  # 16 is a multiple of every item size
-    rows = memory.empty((comm.get_size(), width), torch.uint8, comm.get_device())
-    return Receiving(rows[:, :nbytes].unbind(), lambda: packing.unpack_rows(rows, dtypes, shapes))
+def _packed(
+    comm: Collectives,
+    tensors: Sequence[torch.Tensor],
+    shapes: Sequence[Shapes],
+    dims: Sequence[int],
+    indices: Sequence[int],
+) -> Receiving:
+    dtypes, count, uniform = [tensors[i].dtype for i in indices], len(shapes), are_same(shapes)
+    rows = [[row[i] for i in indices] for row in shapes[: 1 if uniform else count]]
+    sizes = [_padded(packed_nbytes(dtypes, row)) for row in rows]
+    own = [dims[i] for i in indices]
+    if any(own) or rows.count(rows[0]) < len(rows):
+        rows, sizes = (rows * count, sizes * count) if uniform else (rows, sizes)
+        whole = memory.empty([sum(sizes)], torch.uint8, comm.get_device())
+        parts = whole.split_with_sizes(sizes)
+        return Receiving([whole], [sizes], lambda: dict(zip(indices, join(parts, dtypes, rows, own), strict=True)))
+    whole = memory.empty([count * sizes[0]], torch.uint8, comm.get_device())
+    every = whole.view(count, sizes[0])
+    return Receiving(
+        [whole], [None], lambda: dict(zip(indices, packing.unpack_rows(every, dtypes, rows[0]), strict=True))
+    )
 
 
 def join(
@@ -343,10 +423,10 @@ def join(
     return [_cat(column, dim) for column, dim in zip(zip(*parts, strict=True), dims, strict=True)]
 
 
-def _cat(column: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
+def _cat(column: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     dtype = column[0].dtype
     if packing.is_copyable(dtype):
-        return torch.cat(column, dim)
+        return torch.cat([*column], dim)
     return torch.cat([part.view(packing.BITS[dtype.itemsize]) for part in column], dim).view(dtype)
 
 

@@ -15,16 +15,17 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.base.arguments import dimension
 from easydist.base.eager import eager
-from easydist.data import packing
 from easydist.data.leaves import Indexed, Leaves, as_array, as_value
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, Item, T, Timeout, Tree
 from easydist.verbs.buckets import (
-    Begin,
-    Buckets,
+    LARGE,
+    LARGE_AT_ONCE,
+    Begun,
     Shapes,
+    Turn,
     copied,
     dims_of,
     every_shape,
@@ -223,23 +224,21 @@ class Gather(TreeVerb):
             return shapes, copied(leaves, leaves.travelling(agreed.uniform))
         if agreed.has_payload:
             return shapes, None
-        return shapes, moved(comms, leaves, shapes, agreed.uniform, functools.partial(self._begin, leaves, shapes))
+        # One operation moves all messages if they are for all ranks.
+        large = LARGE_AT_ONCE if self._dst is None and not any(leaves.layout.free(self._dim)[0]) else LARGE
+        return shapes, moved(
+            comms, leaves, shapes, agreed.uniform, functools.partial(self._begin, leaves, shapes), large
+        )
 
-    def _begin(self, leaves: Leaves, shapes: Sequence[Shapes], comm: Collectives, buckets: Buckets) -> Begin:
-        dst, dims = self._dst, leaves.layout.free(self._dim)[0]
-        groups = [[leaves.tensors[i] for i in bucket] for bucket in buckets]
-        packed = [packing.pack(group, comm.get_device()) for group in groups]
-        places = [
-            receiving(comm, group, [[row[i] for i in bucket] for row in shapes], [dims[i] for i in bucket])
-            for group, bucket in zip(groups, buckets, strict=True)
-            if dst in (None, comm.get_rank())
-        ]
-        if dst is None:
-            works = [comm.all_gather_parts([place.buffers for place in places], packed, async_op=True)]
-        else:
-            targets = [place.buffers for place in places] or [()] * len(packed)
-            works = [comm.gather(to, data, dst, async_op=True) for to, data in zip(targets, packed, strict=True)]
-        return places, works
+    def _begin(self, leaves: Leaves, shapes: Sequence[Shapes], comm: Collectives, turn: Turn) -> Begun:
+        dst, place, size = self._dst, None, comm.get_size()
+        messages = turn.messages(comm, leaves.tensors)
+        if dst in (None, comm.get_rank()):
+            place = receiving(comm, leaves.tensors, shapes, leaves.layout.free(self._dim)[0], turn)
+            if dst is None:
+                return place, [comm.all_gather_parts(place.wholes, messages, place.sizes, async_op=True)]
+        targets = [()] * len(messages) if place is None else place.parts(size)
+        return place, [comm.gather(to, data, dst, async_op=True) for to, data in zip(targets, messages, strict=True)]
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: Moved) -> Tree:
         shapes, results = arrived

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import overload
 
@@ -13,14 +14,13 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
 from easydist.base.arguments import UNSET, dimension, hiding
 from easydist.base.eager import eager
-from easydist.data import packing
 from easydist.data.arithmetic import split_sizes
 from easydist.data.leaves import Leaves, as_array
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
-from easydist.verbs.buckets import Begin, Buckets, dims_of, moved, parts_of, receiving_one, resized
+from easydist.verbs.buckets import Begun, Shapes, Turn, dims_of, moved, parts_of, receiving, resized, share_of
 from easydist.verbs.gradients import Adjoint, Gradient
 from easydist.verbs.ranks import named_rank, source_rank
 from easydist.verbs.structures import announced, shared_leaves
@@ -141,17 +141,17 @@ class _Scatter(Verb[Tree]):
         leaves = agreed.call.tree
         if comms.size > 1:
             leaves = shared_leaves(comms, self.operation, self._tensor, self._source, agreed, hollow=True)
-        return leaves, moved(comms, leaves, (), True, functools.partial(self._begin, leaves))
+        shapes = [share_of(shape, self._dim, comms.size, comms.rank) for shape in leaves.layout.shapes]
+        return leaves, moved(comms, leaves, (), True, functools.partial(self._begin, leaves, shapes))
 
-    def _begin(self, leaves: Leaves, comm: Collectives, buckets: Buckets) -> Begin:
-        places, works, rank = [], [], comm.get_rank()
-        for bucket in buckets:
-            parts = [parts_of(leaves.tensors[i], comm.get_size(), self._dim) for i in bucket]
-            places.append(receiving_one(comm, [column[rank] for column in parts]))
-            rows = zip(*parts, strict=True) if rank == self._source else ()
-            packed = [packing.pack(row, comm.get_device()) for row in rows]
-            works.append(comm.scatter(places[-1].buffers[0], packed, self._source, async_op=True))
-        return places, works
+    def _begin(self, leaves: Leaves, shapes: Shapes, comm: Collectives, turn: Turn) -> Begun:
+        rank, size = comm.get_rank(), comm.get_size()
+        parts = {i: parts_of(leaves.tensors[i], size, self._dim) for i in (*turn.alone, *turn.packed)}
+        place = receiving(comm, leaves.tensors, [shapes], [0] * len(shapes), turn)
+        ranks = range(size) if rank == self._source else ()
+        rows = [turn.messages(comm, {i: part[to] for i, part in parts.items()}) for to in ranks]
+        every = zip(place.wholes, zip(*rows, strict=True) if rows else itertools.repeat(()), strict=False)
+        return place, [comm.scatter(output, inputs, self._source, async_op=True) for output, inputs in every]
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: _Arrived) -> Tree:
         leaves, results = arrived

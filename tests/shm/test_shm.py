@@ -100,10 +100,10 @@ def random_call(shm, number, draw):
     if kind == "gather_v":
         return shm.all_gather_v(outputs, wanted[rank]), list(zip(outputs, wanted, strict=True))
     if kind == "gather_parts":
-        more = [torch.zeros(n + 1, dtype=torch.uint8) for n in sizes]
-        others = [filled(r, number + 1, sizes[r] + 1) for r in range(size)]
-        work = shm.all_gather_parts([outputs, more], [wanted[rank], others[rank]])
-        return work, list(zip([*outputs, *more], [*wanted, *others], strict=True))
+        whole, more = torch.cat(outputs), torch.zeros(size, nbytes + 1, dtype=torch.uint8)
+        others = [filled(r, number + 1, nbytes + 1) for r in range(size)]
+        work = shm.all_gather_parts([(whole, wanted[rank], sizes), (more.view(-1), others[rank], None)])
+        return work, list(zip([*whole.split(sizes), *more], [*wanted, *others], strict=True))
     if kind == "upto":
         rows = torch.zeros(size, 2100, dtype=torch.uint8)
         rows[rank, : sizes[rank]] = wanted[rank]

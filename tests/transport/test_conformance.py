@@ -74,7 +74,7 @@ def test_arguments_of_other_types_are_refused_before_anything_begins():
 BETWEEN = {
     "all_gather_single": lambda comm, output, input: comm.all_gather_single(output, input, async_op=False),
     "all_gather_v": lambda comm, output, input: comm.all_gather_v([output], input, async_op=False),
-    "all_gather_parts": lambda comm, output, input: comm.all_gather_parts([[output]], [input], async_op=False),
+    "all_gather_parts": lambda comm, output, input: comm.all_gather_parts([output], [input], [None], async_op=False),
     "all_reduce_from": lambda comm, output, input: comm.all_reduce_from(output, input, ReduceOp.SUM, async_op=False),
     "all_reduce_parts": lambda comm, output, input: comm.all_reduce_parts([output], [input], SUM, async_op=False),
     "all_to_all": lambda comm, output, input: comm.all_to_all([output], [input], async_op=False),
@@ -158,7 +158,7 @@ SUM = ReduceOp.SUM
 BEGIN = {
     "all_gather_single": lambda comm, new: comm.all_gather_single(new(2), new(), async_op=True),
     "all_gather_v": lambda comm, new: comm.all_gather_v([new(), new()], new(), async_op=True),
-    "all_gather_parts": lambda comm, new: comm.all_gather_parts([[new(), new()]], [new()], async_op=True),
+    "all_gather_parts": lambda comm, new: comm.all_gather_parts([new(2)], [new()], [None], async_op=True),
     "all_reduce": lambda comm, new: comm.all_reduce(new(), SUM, async_op=True),
     "all_reduce_from": lambda comm, new: comm.all_reduce_from(
         new(), new() if comm.backend.shares_memory else copied(), SUM, async_op=True

@@ -14,7 +14,6 @@ forbidden.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -30,7 +29,7 @@ from easydist.shm.segment import Segment
 from easydist.shm.slots import COLLECTIVES, NEVER, POINT_TO_POINT, TAG, Differ, Need, Slots, unequal
 from easydist.shm.steps import Extent, Steps
 from easydist.shm.streams import AnyRank, Guard, Streams, Task
-from easydist.transport.backend import Backend
+from easydist.transport.backend import Backend, Gathered
 from easydist.transport.described import DTYPE_CODES, GOES_ON, OWN, described, text
 from easydist.transport.reduce_op import ReduceOp, check_reducible, combine_into
 from easydist.transport.work import ENDED, Pending
@@ -122,11 +121,16 @@ class Shm(Backend):
     def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> Pending:
         return self._step(self._share(_extent(data), list(map(_extent, outputs))), *outputs, data)
 
-    def all_gather_parts(self, outputs: Sequence[Sequence[torch.Tensor]], parts: Sequence[torch.Tensor]) -> Pending:
-        rows = [list(map(_extent, row)) for row in zip(*outputs, strict=True)]
-        return self._step(
-            self._steps.share(list(map(_extent, parts)), rows, self._word()), *itertools.chain(*outputs), *parts
-        )
+    def all_gather_parts(self, parts: Sequence[Gathered]) -> Pending:
+        rows: list[list[Extent]] = [[] for _ in range(self.size)]
+        for output, data, sizes in parts:
+            address, nbytes = output.data_ptr(), data.nbytes
+            for rank, row in enumerate(rows):
+                length = nbytes if sizes is None else sizes[rank] * data.itemsize
+                row.append((address, length))
+                address += length
+        mine = [_extent(data) for _, data, _ in parts]
+        return self._step(self._steps.share(mine, rows, self._word()), parts)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Pending:
         return self.all_reduce_from(tensor, tensor, op)
@@ -283,7 +287,7 @@ class Shm(Backend):
             return self._steps.share_small(mine, rows, self._word())
         return self._steps.share([mine], [[row] for row in rows], self._word())
 
-    def _step(self, task: Iterator[Need], *keep: torch.Tensor, patient: bool = False) -> Pending:
+    def _step(self, task: Iterator[Need], *keep: object, patient: bool = False) -> Pending:
         self._begun += 1
         if self._calls.is_entering:
             task = self._calls.entered(task)
