@@ -212,16 +212,18 @@ class Checks:
         staging = Staging()
         return staging, staging.targets(outputs), list(map(flat, inputs))
 
-    def moved_each(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> StagedTensors:
-        """Do as ``moved`` for pairs of an output and an input, which may have another dtype than the other pairs."""
+    def moved_each(
+        self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()
+    ) -> StagedTensors:
+        """Do as ``moved`` for many outputs, each of a dtype of its own, which its input has, too, if there are any."""
         if self._backend.shares_memory and _are_memory(outputs, inputs):
             return Staging(*outputs), [*outputs], [*inputs]
         every, targets, sources = Staging(), list[torch.Tensor](), list[torch.Tensor]()
-        for output, input in zip(outputs, inputs, strict=True):
-            staging, (target,), (data,) = self.moved(name, [output], [input])
+        for i, output in enumerate(outputs):
+            staging, target, source = self.moved(name, [output], inputs[i : i + 1])
             every.add(staging)
-            targets.append(target)
-            sources.append(data)
+            targets += target
+            sources += source
         return every, targets, sources
 
     def are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -284,11 +286,12 @@ class Checks:
 
 
 def _are_memory(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
-    """True if these pairs are plain tensors that memory on the CPU holds as they are: for many, quicker than a loop."""
-    tensors, dtypes = [*outputs, *inputs], [*map(_dtype, inputs)]
+    """True if the tensors are plain memory on the CPU, and each input has its output's dtype; quicker than a loop."""
+    tensors = [*outputs, *inputs]
+    dtypes = [*map(_dtype, tensors)]
     return (
         {*map(type, tensors)} == {_Tensor}
-        and [*map(_dtype, outputs)] == dtypes
+        and dtypes[: len(inputs)] == dtypes[len(outputs) :]
         and not any(dtype.is_complex for dtype in set(dtypes))
         and all(map(_is_cpu, tensors))
         and all(map(_Tensor.is_contiguous, tensors))

@@ -343,10 +343,9 @@ class Collectives(Reductions):
             tensors: The tensors, of the same sizes on every rank.
             root: The sending rank.
         """
-        name, rank, staging = "broadcast_parts", self.checks.rank("root", root), Staging()
-        for tensor in tensors:
-            self.checks.tensors(name, [tensor])
-        targets, about = self.checks.raws(staging.targets(tensors)), (None, rank, None)
+        name, rank = "broadcast_parts", self.checks.rank("root", root)
+        staging, targets, _ = self.checks.moved_each(name, tensors)
+        about = (None, rank, None)
         return self._run(
             name, lambda: self._backend.broadcast_parts(targets, rank), async_op, hints, timeout, staging, about
         )

@@ -18,16 +18,16 @@ from easydist.state import communicators
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
 from easydist.verbs.buckets import (
-    Begun,
+    Bucket,
+    Moving,
     Shapes,
-    Turn,
     dims_of,
     every_shape,
     moved,
     pad_first,
     parts_of,
-    receiving,
     share_of,
+    swapped,
 )
 from easydist.verbs.gradients import Adjoint, Gradient
 from easydist.verbs.swap import cat, swap
@@ -112,13 +112,10 @@ class _AllToAll(TreeVerb):
         shares = shares * comms.size if agreed.uniform else shares
         return every, moved(comms, leaves, every, agreed.uniform, functools.partial(self._begin, leaves, shares))
 
-    def _begin(self, leaves: Leaves, shares: Sequence[Shapes], comm: Collectives, turn: Turn) -> Begun:
+    def _begin(self, leaves: Leaves, shares: Sequence[Shapes], comm: Collectives, bucket: Bucket) -> Moving:
         size, dims = comm.get_size(), leaves.layout.free(self._dim)[0]
-        place = receiving(comm, leaves.tensors, shares, dims, turn)
-        parts = {i: parts_of(leaves.tensors[i], size, dims[i]) for i in (*turn.alone, *turn.packed)}
-        rows = [turn.messages(comm, {i: part[rank] for i, part in parts.items()}) for rank in range(size)]
-        every = zip(place.parts(size), zip(*rows, strict=True), strict=True)
-        return place, [comm.all_to_all(outputs, inputs, async_op=True) for outputs, inputs in every]
+        parts = {i: parts_of(leaves.tensors[i], size, dims[i]) for i in (*bucket.alone, *bucket.packed)}
+        return swapped(comm, leaves.tensors, parts, shares, dims, bucket)
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: _Moved) -> Tree:
         leaves, (every, results) = agreed.call.tree, arrived

@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 
+from easydist import memory
 from easydist.agreement.agree import agree, shared
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
@@ -22,7 +23,7 @@ from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
-from easydist.verbs.buckets import by_comm, large_alone, packed_like, small_payload
+from easydist.verbs.buckets import LARGE, LARGE_AT_ONCE, at_once, by_comm, packed_like, small_payload
 from easydist.verbs.gradients import Gradient
 from easydist.verbs.ranks import named_rank, source_rank
 from easydist.verbs.reduce import Reduce
@@ -293,27 +294,34 @@ class _CopyTensorToDevices(Broadcast):
 
 
 def _move(comms: Communicators, leaves: Leaves, tied: bool, source: int) -> dict[int, torch.Tensor]:
-    """Move the source's values; those of a contiguous leaf may arrive in the leaf itself."""
+    """Move the source's values, and return them on the others; those of a contiguous leaf arrive in the leaf itself."""
     arrived: dict[int, torch.Tensor] = {}
     works, received = [], []
     nbytes = leaves.layout.packing.lengths
     for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(tied), sum(nbytes)):
-        buffers = []
-        for bucket in large_alone(members, nbytes):
-            targets = [leaves.tensors[i] for i in bucket]
-            buffers.append(packing.pack(targets, comm.get_device()) if comms.rank == source else _target(comm, targets))
-            views = packing.unpack(buffers[-1], [t.dtype for t in targets], [t.shape for t in targets])
-            arrived |= dict(zip(bucket, views, strict=True))
-        works.append(comm.broadcast_parts(buffers, source, async_op=True))
-        received += [] if comms.rank == source else buffers
+        bucket = at_once(members, nbytes, LARGE_AT_ONCE if comm.backend.shares_memory else LARGE)
+        if comms.rank == source:
+            messages = bucket.messages(comm, leaves.tensors)
+        else:
+            messages = [_target(comm, leaves.tensors[i]) for i in bucket.alone]
+            alone = zip(bucket.alone, messages, strict=True)
+            arrived |= {i: message.view(leaves.layout.shapes[i]) for i, message in alone}
+            if bucket.packed:
+                dtypes, shapes = (
+                    [each[i] for i in bucket.packed] for each in (leaves.layout.dtypes, leaves.layout.shapes)
+                )
+                messages.append(packed_like(comm, dtypes, shapes))
+                arrived |= dict(zip(bucket.packed, packing.unpack(messages[-1], dtypes, shapes), strict=True))
+            received += messages
+        works.append(comm.broadcast_parts(messages, source, async_op=True))
     for work in works:
         work.wait()
     mark_written(received)
     return arrived
 
 
-def _target(comm: Collectives, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the buffer for a broadcast: the target itself if it is alone, contiguous and on the right device."""
-    if len(targets) == 1 and targets[0].is_contiguous() and targets[0].device.type == comm.get_device().type:
-        return packing.as_bytes(targets[0])
-    return packed_like(comm, [t.dtype for t in targets], [t.shape for t in targets])
+def _target(comm: Collectives, leaf: torch.Tensor) -> torch.Tensor:
+    """Return the flat memory for the values of a leaf: its own if it is contiguous and on the right device."""
+    if leaf.is_contiguous() and leaf.device.type == comm.get_device().type:
+        return leaf.view(-1)
+    return memory.empty([leaf.numel()], leaf.dtype, comm.get_device())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -157,7 +156,7 @@ def large_alone(indices: Sequence[int], nbytes: Sequence[int], large: int = LARG
     return [*([i] for i in indices if nbytes[i] >= large), *([small] if small else [])]
 
 
-class Turn(NamedTuple):
+class Bucket(NamedTuple):
     """Leaves that travel at the same time."""
 
     alone: Sequence[int]
@@ -179,8 +178,8 @@ class Turn(NamedTuple):
         return [*found, message]
 
 
-def in_turns(indices: Sequence[int], nbytes: Sequence[int], large: int) -> list[Turn]:
-    """Group leaves into turns, so that few packed leaves need memory.
+def at_once(indices: Sequence[int], nbytes: Sequence[int], large: int) -> Bucket:
+    """Return the bucket in which all of these leaves travel.
 
     Args:
         indices: The leaves to send.
@@ -188,17 +187,27 @@ def in_turns(indices: Sequence[int], nbytes: Sequence[int], large: int) -> list[
         large: The bytes from which a leaf is sent alone.
 
     Example:
-        >>> [(turn.alone, len(turn.packed)) for turn in in_turns(range(20), [LARGE] + [LARGE - 8] * 19, LARGE)]
+        >>> at_once([0, 1, 2, 3], [8, 300, 4, 200], large=200)
+        Bucket(alone=[1, 3], packed=[0, 2])
+    """
+    return Bucket([i for i in indices if nbytes[i] >= large], [i for i in indices if nbytes[i] < large])
+
+
+def in_turns(indices: Sequence[int], nbytes: Sequence[int], large: int) -> list[Bucket]:
+    """Return several turns, so that few packed leaves need memory at the same time; for the arguments see ``at_once``.
+
+    Example:
+        >>> [(bucket.alone, len(bucket.packed)) for bucket in in_turns(range(20), [LARGE] + [LARGE - 8] * 19, LARGE)]
         [([0], 9), ([], 8), ([], 2)]
     """
-    alone, packed = [i for i in indices if nbytes[i] >= large], [i for i in indices if nbytes[i] < large]
-    stops = [*itertools.accumulate([nbytes[i] for i in packed])]
-    nbytes_of_turn = max(_TURN, stops[-1] // _TURNS) if packed else _TURN
-    parts: dict[int, list[int]] = {}
-    for i, stop in zip(packed, stops, strict=True):
-        parts.setdefault((stop - nbytes[i]) // nbytes_of_turn, []).append(i)
+    whole = at_once(indices, nbytes, large)
+    longest = max(_TURN, sum([nbytes[i] for i in whole.packed]) // _TURNS)
+    start, parts = 0, dict[int, list[int]]()
+    for i in whole.packed:
+        parts.setdefault(start // longest, []).append(i)
+        start += nbytes[i]
     first, *others = [*parts.values()] or [[]]
-    return [Turn(alone, first), *[Turn((), part) for part in others]]
+    return [Bucket(whole.alone, first), *[Bucket((), part) for part in others]]
 
 
 def moved(
@@ -206,7 +215,7 @@ def moved(
     leaves: Leaves,
     shapes: Sequence[Shapes],
     uniform: bool,
-    begin: Callable[[Collectives, Turn], Begun],
+    begin: Callable[[Collectives, Bucket], Moving],
     large: int = LARGE,
 ) -> dict[int, torch.Tensor]:
     """Move the leaves of a tree in turns, of which two are under way, so that few packed messages need memory.
@@ -216,7 +225,7 @@ def moved(
         leaves: The tree.
         shapes: Every rank's shapes, which say what all ranks take for large; not needed if ``uniform``.
         uniform: True if all ranks have leaves of the same shapes, and the same ones tied: these move once.
-        begin: Begins to move the leaves of a turn.
+        begin: Begins to move the leaves of a bucket.
         large: The bytes from which a leaf is sent alone in shared memory.
 
     Returns:
@@ -226,21 +235,21 @@ def moved(
     results: dict[int, torch.Tensor] = {}
     under_way: deque[Callable[[], dict[int, torch.Tensor]]] = deque()
     for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(uniform), sum(nbytes)):
-        turns = in_turns(members, nbytes, large if comm.backend.shares_memory else LARGE)
-        if comm.get_device().type != "cpu":
-            turns = [Turn(turns[0].alone, [i for turn in turns for i in turn.packed])]
-        for turn in turns:
+        least = large if comm.backend.shares_memory else LARGE
+        is_cpu = comm.get_device().type == "cpu"
+        for bucket in in_turns(members, nbytes, least) if is_cpu else [at_once(members, nbytes, least)]:
             if len(under_way) == _UNDER_WAY:
                 results |= under_way.popleft()()
-            under_way.append(functools.partial(_arrived, leaves, comm, *begin(comm, turn)))
+            under_way.append(functools.partial(results_of, leaves, comm, *begin(comm, bucket)))
     while under_way:
         results |= under_way.popleft()()
     return results
 
 
-def _arrived(
+def results_of(
     leaves: Leaves, comm: Collectives, place: Receiving | None, works: Sequence[TorchWork]
 ) -> dict[int, torch.Tensor]:
+    """Return what has arrived in a bucket by index, on the devices of the leaves, once all of it is there."""
     for work in works:
         work.wait()
     return {} if place is None else at_home(leaves, comm, place.results())
@@ -272,8 +281,8 @@ def small_payload(comms: Communicators, leaves: Leaves) -> Sequence[torch.Tensor
 
 
 def packed_like(comm: Collectives, dtypes: Sequence[torch.dtype], shapes: Shapes) -> torch.Tensor:
-    """Return a buffer for tensors of these dtypes and shapes, on the device of ``comm``."""
-    return memory.empty([packed_nbytes(dtypes, shapes)], torch.uint8, comm.get_device())
+    """Return memory for a message that is packed from tensors of these dtypes and shapes."""
+    return memory.empty([_padded(packed_nbytes(dtypes, shapes))], torch.uint8, comm.get_device())
 
 
 def packed_nbytes(dtypes: Sequence[torch.dtype], shapes: Shapes) -> int:
@@ -308,7 +317,7 @@ def from_payloads(
 
 
 class Receiving(NamedTuple):
-    """Memory for the messages of a turn, and the function that turns them into results."""
+    """Memory for the messages of a bucket, and the function that turns them into results."""
 
     wholes: list[torch.Tensor]
     """For each message the memory for those of all ranks, one after the other."""
@@ -327,14 +336,14 @@ class Receiving(NamedTuple):
         ]
 
 
-Begun = tuple[Receiving | None, Sequence[TorchWork]]
-"""The memory for the messages of a turn, None if none comes to this rank; and the operations under way."""
+Moving = tuple[Receiving | None, Sequence[TorchWork]]
+"""The memory for the messages of a bucket, None if none comes to this rank; and the operations under way."""
 
 
 def receiving(
-    comm: Collectives, tensors: Sequence[torch.Tensor], shapes: Sequence[Shapes], dims: Sequence[int], turn: Turn
+    comm: Collectives, tensors: Sequence[torch.Tensor], shapes: Sequence[Shapes], dims: Sequence[int], bucket: Bucket
 ) -> Receiving:
-    """Return memory for the messages of a turn from all ranks, whose parts the results concatenate.
+    """Return memory for the messages of a bucket from all ranks, whose parts the results concatenate.
 
     A leaf that comes alone along dim 0 arrives in the result. Packed leaves along dim 0 with the same shapes on all
     ranks are copied once. All others are concatenated from the parts of each rank.
@@ -344,12 +353,12 @@ def receiving(
         tensors: This rank's leaves, for their dtypes.
         shapes: ``[r][i]``, the shape of what comes from rank r for leaf i.
         dims: The dimension along which each leaf is concatenated.
-        turn: The indices of the leaves.
+        bucket: The indices of the leaves.
     """
-    alone = _alone(comm, tensors, shapes, dims, turn.alone)
-    if not turn.packed:
+    alone = _alone(comm, tensors, shapes, dims, bucket.alone)
+    if not bucket.packed:
         return alone
-    packed = _packed(comm, tensors, shapes, dims, turn.packed)
+    packed = _packed(comm, tensors, shapes, dims, bucket.packed)
     results = lambda: alone.results() | packed.results()  # noqa: E731
     return Receiving(alone.wholes + packed.wholes, [*alone.sizes, *packed.sizes], results)
 
@@ -401,6 +410,21 @@ def _packed(
     return Receiving(
         [whole], [None], lambda: dict(zip(indices, packing.unpack_rows(every, dtypes, rows[0]), strict=True))
     )
+
+
+def swapped(
+    comm: Collectives,
+    tensors: Sequence[torch.Tensor],
+    parts: Mapping[int, Sequence[torch.Tensor]],
+    shapes: Sequence[Shapes],
+    dims: Sequence[int],
+    bucket: Bucket,
+) -> Moving:
+    """Begin to give ``parts[i][r]`` of each leaf i of a bucket to rank r; for the other arguments see ``receiving``."""
+    place, size = receiving(comm, tensors, shapes, dims, bucket), comm.get_size()
+    rows = [bucket.messages(comm, {i: part[rank] for i, part in parts.items()}) for rank in range(size)]
+    every = zip(place.parts(size), zip(*rows, strict=True), strict=True)
+    return place, [comm.all_to_all(outputs, inputs, async_op=True) for outputs, inputs in every]
 
 
 def join(

@@ -23,9 +23,9 @@ from easydist.typing import Group, Item, T, Timeout, Tree
 from easydist.verbs.buckets import (
     LARGE,
     LARGE_AT_ONCE,
-    Begun,
+    Bucket,
+    Moving,
     Shapes,
-    Turn,
     copied,
     dims_of,
     every_shape,
@@ -230,11 +230,11 @@ class Gather(TreeVerb):
             comms, leaves, shapes, agreed.uniform, functools.partial(self._begin, leaves, shapes), large
         )
 
-    def _begin(self, leaves: Leaves, shapes: Sequence[Shapes], comm: Collectives, turn: Turn) -> Begun:
+    def _begin(self, leaves: Leaves, shapes: Sequence[Shapes], comm: Collectives, bucket: Bucket) -> Moving:
         dst, place, size = self._dst, None, comm.get_size()
-        messages = turn.messages(comm, leaves.tensors)
+        messages = bucket.messages(comm, leaves.tensors)
         if dst in (None, comm.get_rank()):
-            place = receiving(comm, leaves.tensors, shapes, leaves.layout.free(self._dim)[0], turn)
+            place = receiving(comm, leaves.tensors, shapes, leaves.layout.free(self._dim)[0], bucket)
             if dst is None:
                 return place, [comm.all_gather_parts(place.wholes, messages, place.sizes, async_op=True)]
         targets = [()] * len(messages) if place is None else place.parts(size)

@@ -20,7 +20,7 @@ from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
-from easydist.verbs.buckets import Begun, Shapes, Turn, dims_of, moved, parts_of, receiving, resized, share_of
+from easydist.verbs.buckets import Bucket, Moving, Shapes, dims_of, moved, parts_of, receiving, resized, share_of
 from easydist.verbs.gradients import Adjoint, Gradient
 from easydist.verbs.ranks import named_rank, source_rank
 from easydist.verbs.structures import announced, shared_leaves
@@ -144,12 +144,12 @@ class _Scatter(Verb[Tree]):
         shapes = [share_of(shape, self._dim, comms.size, comms.rank) for shape in leaves.layout.shapes]
         return leaves, moved(comms, leaves, (), True, functools.partial(self._begin, leaves, shapes))
 
-    def _begin(self, leaves: Leaves, shapes: Shapes, comm: Collectives, turn: Turn) -> Begun:
+    def _begin(self, leaves: Leaves, shapes: Shapes, comm: Collectives, bucket: Bucket) -> Moving:
         rank, size = comm.get_rank(), comm.get_size()
-        parts = {i: parts_of(leaves.tensors[i], size, self._dim) for i in (*turn.alone, *turn.packed)}
-        place = receiving(comm, leaves.tensors, [shapes], [0] * len(shapes), turn)
+        parts = {i: parts_of(leaves.tensors[i], size, self._dim) for i in (*bucket.alone, *bucket.packed)}
+        place = receiving(comm, leaves.tensors, [shapes], [0] * len(shapes), bucket)
         ranks = range(size) if rank == self._source else ()
-        rows = [turn.messages(comm, {i: part[to] for i, part in parts.items()}) for to in ranks]
+        rows = [bucket.messages(comm, {i: part[to] for i, part in parts.items()}) for to in ranks]
         every = zip(place.wholes, zip(*rows, strict=True) if rows else itertools.repeat(()), strict=False)
         return place, [comm.scatter(output, inputs, self._source, async_op=True) for output, inputs in every]
 

@@ -17,7 +17,7 @@ from easydist.agreement.runner import Verb
 from easydist.data import packing
 from easydist.data.leaves import Leaves
 from easydist.groups.communicators import Communicators
-from easydist.verbs.buckets import at_home, by_comm, join, packed_like
+from easydist.verbs.buckets import Bucket, by_comm, results_of, swapped
 from easydist.verbs.gradients import Gradient
 
 Parts = Sequence[Sequence[torch.Tensor]]
@@ -80,13 +80,10 @@ class _Swap(Verb[list[torch.Tensor]]):
         arrived: dict[int, torch.Tensor] = {}
         sent, received = leaves.layout.ordered(self._sent), leaves.layout.ordered(self._received)
         for comm, indices in by_comm(comms, leaves.tensors, range(len(self._flat)), max(agreed.nbytes)):
-            dtypes = [leaves.layout.dtypes[i] for i in indices]
-            shapes = [[[received[i][rank]] for i in indices] for rank in range(comms.size)]
-            outputs = [packed_like(comm, dtypes, row) for row in shapes]
-            rows = zip(*[leaves.tensors[i].split(sent[i]) for i in indices], strict=True)
-            comm.all_to_all(outputs, [packing.pack(row, comm.get_device()) for row in rows], async_op=False)
-            joined = join(outputs, dtypes, shapes, [0] * len(dtypes))
-            arrived |= at_home(leaves, comm, dict(zip(indices, joined, strict=True)))
+            parts = {i: leaves.tensors[i].split(sent[i]) for i in indices}
+            shapes = [[[counts[rank]] for counts in received] for rank in range(comms.size)]
+            begun = swapped(comm, leaves.tensors, parts, shapes, [0] * len(received), Bucket((), indices))
+            arrived |= results_of(leaves, comm, *begun)
         return arrived
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: dict[int, torch.Tensor]) -> list[torch.Tensor]:
