@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from easydist.data.leaves import Indexed, Leaves
 from easydist.groups.communicators import Communicators
 from easydist.transport.comm import Collectives
 from easydist.transport.work import TorchWork
+from easydist.typing import T
 
 Shapes = Sequence[Sequence[int]]
 """The shapes of the leaves in one buffer."""
@@ -28,9 +28,6 @@ LARGE = 1 << 18
 
 LARGE_AT_ONCE = 5 << 12
 """The same where one operation in shared memory moves all messages."""
-
-_UNDER_WAY = 2
-"""The most turns of packed leaves under way: one that arrives while the one before it is unpacked."""
 
 _TURN, _TURNS = 1 << 21, 16
 """The bytes of the packed leaves that travel at the same time, and the most parts into which all of them are divided:
@@ -232,18 +229,27 @@ def moved(
         The results by index, on the devices of their leaves.
     """
     nbytes = leaves.layout.packing.lengths if uniform else smallest(shapes, leaves.layout.dtypes)
+
+    def begun() -> Iterator[tuple[Collectives, Moving]]:
+        for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(uniform), sum(nbytes)):
+            least = large if comm.backend.shares_memory else LARGE
+            is_cpu = comm.get_device().type == "cpu"
+            for bucket in in_turns(members, nbytes, least) if is_cpu else [at_once(members, nbytes, least)]:
+                yield comm, begin(comm, bucket)
+
     results: dict[int, torch.Tensor] = {}
-    under_way: deque[Callable[[], dict[int, torch.Tensor]]] = deque()
-    for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(uniform), sum(nbytes)):
-        least = large if comm.backend.shares_memory else LARGE
-        is_cpu = comm.get_device().type == "cpu"
-        for bucket in in_turns(members, nbytes, least) if is_cpu else [at_once(members, nbytes, least)]:
-            if len(under_way) == _UNDER_WAY:
-                results |= under_way.popleft()()
-            under_way.append(functools.partial(results_of, leaves, comm, *begin(comm, bucket)))
-    while under_way:
-        results |= under_way.popleft()()
+    for comm, moving in ahead(begun()):
+        results |= results_of(leaves, comm, *moving)
     return results
+
+
+def ahead(begun: Iterator[T]) -> Iterator[T]:
+    """Yield each operation after the next one has begun, so that two of them are under way."""
+    for earlier in begun:
+        for later in begun:
+            yield earlier
+            earlier = later
+        yield earlier
 
 
 def results_of(

@@ -24,7 +24,7 @@ from easydist.transport.comm import Collectives
 from easydist.transport.reduce_op import ReduceOp, combine
 from easydist.transport.work import ENDED, Begun, TorchWork
 from easydist.typing import Group, Reduction, Timeout, Tree
-from easydist.verbs.buckets import LARGE, by_comm, copied, large_alone, small_payload
+from easydist.verbs.buckets import LARGE, ahead, by_comm, copied, in_turns, small_payload
 from easydist.verbs.gradients import Adjoint, Gradient, demand_everyone, has_gradient, with_own_gradient
 from easydist.verbs.ranks import check_rank, named_rank
 from easydist.verbs.reductions import BITWISE, OPS, check_dtypes, named_reduction
@@ -183,6 +183,9 @@ _Total = tuple[_DtypeGroup, torch.Tensor]
 _Begun = tuple[_DtypeGroup, torch.Tensor, TorchWork]
 """The same before the work has ended."""
 
+_Reduced = tuple[dict[int, torch.Tensor], list[_Total]]
+"""The results by index, and the totals that show whether integers have wrapped."""
+
 
 class Reduce(TreeVerb):
     """The verb itself, and the exchange of its backward pass."""
@@ -223,37 +226,40 @@ class Reduce(TreeVerb):
                 call.nbytes = sum(map(packing.nbytes, call.payload))
         return call if self.gradient is None else self.gradient.ask(call, leaves, comms)
 
-    def exchange(self, comms: Communicators, agreed: Agreement) -> list[_Total] | None:
+    def exchange(self, comms: Communicators, agreed: Agreement) -> _Reduced | None:
         op, leaves = OPS[self._reduction], agreed.call.tree
         if comms.size == 1:
-            return []
+            return self._alone(leaves, agreed.uniform), []
         if agreed.has_payload and op is not None and agreed.call.payload:
             return None
-        begun: list[_Begun] = []
         travelling = leaves.travelling(agreed.uniform)
-        for comm, indices in by_comm(comms, leaves.tensors, travelling, leaves.layout.packing.nbytes):
-            for group in _groups(leaves.layout, indices, self._reduction):
-                begun += self._begun(comm, leaves, group, op)
-        for _, _, work in begun:
-            work.wait()
-        return [(group, flat) for group, flat, _ in begun]
+        begun = (
+            one
+            for comm, indices in by_comm(comms, leaves.tensors, travelling, leaves.layout.packing.nbytes)
+            for group in _groups(leaves.layout, indices, self._reduction)
+            for one in self._begun(comm, leaves, group, op)
+        )
+        return self._finished(comms, leaves, map(_waited, ahead(begun)))
 
-    def _begun(self, comm: Collectives, leaves: Leaves, group: _DtypeGroup, op: ReduceOp | None) -> list[_Begun]:
-        """Begin to reduce a group. In shared memory, no large leaf is packed; all ranks make the same messages."""
-        dst, layout = None if group.is_bound else self._dst, leaves.layout
+    def _begun(self, comm: Collectives, leaves: Leaves, group: _DtypeGroup, op: ReduceOp | None) -> Iterator[_Begun]:
+        """Begin to reduce a group. In shared memory, large leaves are not packed, and the others in turns."""
+        dst, dtypes = None if group.is_bound else self._dst, leaves.layout.dtypes
         if not comm.backend.shares_memory:
-            return [(group, *_begin(comm, leaves, group, op, dst))]
-        begun, together = list[_Begun](), list[int]()
-        for bucket in large_alone(group.members, layout.packing.lengths):
-            first, part = bucket[0], group._replace(members=bucket)
-            is_large = layout.packing.lengths[first] >= LARGE
-            if op is not None and is_large and layout.dtypes[first] is not group.dtype:
-                begun.append(self._begin_converted(comm, leaves, part, op))
-            elif op is not None and is_large and dst is None:
-                together.append(first)
+            yield group, *_begin(comm, leaves, group, op, dst)
+            return
+        first, *others = in_turns(group.members, leaves.layout.packing.lengths, LARGE)
+        together = [i for i in first.alone if op is not None and dst is None and dtypes[i] is group.dtype]
+        if op is not None and together:
+            yield from _begin_together(comm, leaves, group, together, op)
+        for i in sorted({*first.alone}.difference(together)):
+            part = group._replace(members=[i])
+            if op is None or dtypes[i] is group.dtype:
+                yield part, *_begin(comm, leaves, part, op, dst)
             else:
-                begun.append((part, *_begin(comm, leaves, part, op, dst)))
-        return begun if op is None else begun + _begin_together(comm, leaves, group, together, op)
+                yield self._begin_converted(comm, leaves, part, op)
+        for bucket in (first, *others) if first.packed else ():
+            part = group._replace(members=bucket.packed)
+            yield part, *_begin(comm, leaves, part, op, dst)
 
     def _begin_converted(self, comm: Collectives, leaves: Leaves, group: _DtypeGroup, op: ReduceOp) -> _Begun:
         """Begin to reduce a leaf piece by piece, so that little of it is in the other dtype at a time."""
@@ -281,20 +287,26 @@ class Reduce(TreeVerb):
         work = comm.all_reduce(total, op, async_op=True) if dst is None else comm.reduce(total, dst, op, async_op=True)
         return work.followed_by(finish)
 
-    def result(self, comms: Communicators, agreed: Agreement, arrived: list[_Total] | None) -> Tree:
-        reduction, scale, leaves = self._reduction, self._scale, agreed.call.tree
-        results: dict[int, torch.Tensor] = self._alone(leaves, agreed.uniform) if comms.size == 1 else {}
-        is_receiver = self._dst in (None, comms.rank)
-        for group, flat in self._from_payloads(comms, agreed) if arrived is None else arrived:
+    def _finished(self, comms: Communicators, leaves: Leaves, totals: Iterable[_Total]) -> _Reduced:
+        """Return the results of the totals, with the mean and the scale applied."""
+        results, bounds = dict[int, torch.Tensor](), list[_Total]()
+        for group, flat in totals:
             if group.is_bound:
-                _check_bound(leaves, group.members, flat, reduction, comms.size)
-            elif is_receiver and group.is_finished:
+                bounds.append((group, flat))
+            elif self._dst in (None, comms.rank) and group.is_finished:
                 leaf = group.members[0]
                 results[leaf] = flat.view(leaves.layout.shapes[leaf]).to(leaves.tensors[leaf].device)
-            elif is_receiver:
-                total = _finish(flat, reduction, scale, comms.size)
-                results |= _results(leaves, group.members, total, reduction, scale)
-        if not is_receiver:
+            elif self._dst in (None, comms.rank):
+                total = _finish(flat, self._reduction, self._scale, comms.size)
+                results |= _results(leaves, group.members, total, self._reduction, self._scale)
+        return results, bounds
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: _Reduced | None) -> Tree:
+        reduction, scale, leaves = self._reduction, self._scale, agreed.call.tree
+        results, bounds = arrived or self._finished(comms, leaves, self._from_payloads(comms, agreed))
+        for group, flat in bounds:
+            _check_bound(leaves, group.members, flat, reduction, comms.size)
+        if self._dst not in (None, comms.rank):
             return None
         if self.gradient is not None and reduction != "none":
             results = self.gradient.join(leaves.values, results, _adjoint(self.gradient, reduction, scale))
@@ -347,6 +359,12 @@ def _scaled(own: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
     return (wide if scale == 1.0 else wide * scale).to(own.dtype)
 
 
+def _waited(begun: _Begun) -> _Total:
+    group, total, work = begun
+    work.wait()
+    return group, total
+
+
 def _begin(
     comm: Collectives, leaves: Leaves, group: _DtypeGroup, op: ReduceOp | None, dst: int | None
 ) -> tuple[torch.Tensor, TorchWork]:
@@ -370,8 +388,6 @@ def _begin_together(
     comm: Collectives, leaves: Leaves, group: _DtypeGroup, members: Sequence[int], op: ReduceOp
 ) -> list[_Begun]:
     """Begin to reduce leaves of the group's dtype as one operation, each into memory of its own."""
-    if not members:
-        return []
     data = [leaves.tensors[i].detach().to(comm.get_device()).contiguous().view(-1) for i in members]
     totals = [memory.empty([len(one)], group.dtype, comm.get_device()) for one in data]
     work = comm.all_reduce_parts(totals, data, op, async_op=True)
@@ -384,22 +400,13 @@ def _reduce_to(comm: Collectives, flat: torch.Tensor, dst: int, op: ReduceOp) ->
     if not comm.backend.collects or not flat.is_cpu or flat.numel() <= length:
         return comm.reduce(flat, dst, op, async_op=True)
     begun = (comm.reduce(chunk, dst, op, async_op=True) for chunk in flat.split(length))
-    return TorchWork(_ahead(begun))
+    return TorchWork(ahead(begun))
 
 
 def _later(begun: Iterator[TorchWork]) -> Iterator[Begun]:
-    """Do as ``_ahead``, but begin the first operation only when it is waited for."""
+    """Do as ``ahead``, but begin the first operation only when it is waited for."""
     yield ENDED
-    yield from _ahead(begun)
-
-
-def _ahead(begun: Iterator[TorchWork]) -> Iterator[TorchWork]:
-    """Yield each operation after the next one has begun."""
-    earlier = next(begun)
-    for one in begun:
-        yield earlier
-        earlier = one
-    yield earlier
+    yield from ahead(begun)
 
 
 def _flat(leaves: Leaves, dtype: torch.dtype, members: Sequence[int]) -> torch.Tensor:
