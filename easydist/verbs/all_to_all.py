@@ -17,19 +17,9 @@ from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
-from easydist.verbs.buckets import (
-    Bucket,
-    Moving,
-    Shapes,
-    dims_of,
-    every_shape,
-    moved,
-    pad_first,
-    parts_of,
-    share_of,
-    swapped,
-)
+from easydist.verbs.buckets import Bucket, Shapes, dims_of, every_shape, pad_first, parts_of, share_of
 from easydist.verbs.gradients import Adjoint, Gradient
+from easydist.verbs.moving import Moving, moved, swapped
 from easydist.verbs.swap import cat, swap
 from easydist.verbs.trees import TreeVerb, leaves_of
 
@@ -110,7 +100,8 @@ class _AllToAll(TreeVerb):
         rows = every[:1] if agreed.uniform else every
         shares = [[share_of(*one, comms.size, comms.rank) for one in zip(row, dims, strict=True)] for row in rows]
         shares = shares * comms.size if agreed.uniform else shares
-        return every, moved(comms, leaves, every, agreed.uniform, functools.partial(self._begin, leaves, shares))
+        begin = functools.partial(self._begin, leaves, shares)
+        return every, moved(comms, leaves, every, agreed.uniform, begin, self._dim)
 
     def _begin(self, leaves: Leaves, shares: Sequence[Shapes], comm: Collectives, bucket: Bucket) -> Moving:
         size, dims = comm.get_size(), leaves.layout.free(self._dim)[0]

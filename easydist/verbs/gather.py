@@ -21,21 +21,17 @@ from easydist.state import communicators
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, Item, T, Timeout, Tree
 from easydist.verbs.buckets import (
-    LARGE,
-    LARGE_AT_ONCE,
     Bucket,
-    Moving,
     Shapes,
     copied,
     dims_of,
     every_shape,
     from_payloads,
-    moved,
     pad_first,
-    receiving,
     small_payload,
 )
 from easydist.verbs.gradients import Adjoint, Gradient, demand_everyone
+from easydist.verbs.moving import Moving, moved, receiving
 from easydist.verbs.ranks import check_rank, named_rank
 from easydist.verbs.swap import swap, total
 from easydist.verbs.trees import TreeVerb, leaves_of
@@ -224,11 +220,8 @@ class Gather(TreeVerb):
             return shapes, copied(leaves, leaves.travelling(agreed.uniform))
         if agreed.has_payload:
             return shapes, None
-        # One operation moves all messages if they are for all ranks.
-        large = LARGE_AT_ONCE if self._dst is None and not any(leaves.layout.free(self._dim)[0]) else LARGE
-        return shapes, moved(
-            comms, leaves, shapes, agreed.uniform, functools.partial(self._begin, leaves, shapes), large
-        )
+        begin = functools.partial(self._begin, leaves, shapes)
+        return shapes, moved(comms, leaves, shapes, agreed.uniform, begin, self._dim, is_one=self._dst is None)
 
     def _begin(self, leaves: Leaves, shapes: Sequence[Shapes], comm: Collectives, bucket: Bucket) -> Moving:
         dst, place, size = self._dst, None, comm.get_size()

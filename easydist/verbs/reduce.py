@@ -24,8 +24,9 @@ from easydist.transport.comm import Collectives
 from easydist.transport.reduce_op import ReduceOp, combine
 from easydist.transport.work import ENDED, Begun, TorchWork
 from easydist.typing import Group, Reduction, Timeout, Tree
-from easydist.verbs.buckets import LARGE, ahead, by_comm, copied, in_turns, small_payload
+from easydist.verbs.buckets import LARGE, by_comm, copied, in_turns, small_payload
 from easydist.verbs.gradients import Adjoint, Gradient, demand_everyone, has_gradient, with_own_gradient
+from easydist.verbs.moving import ahead
 from easydist.verbs.ranks import check_rank, named_rank
 from easydist.verbs.reductions import BITWISE, OPS, check_dtypes, named_reduction
 from easydist.verbs.trees import TreeVerb, leaves_of
@@ -299,6 +300,7 @@ class Reduce(TreeVerb):
             elif self._dst in (None, comms.rank):
                 total = _finish(flat, self._reduction, self._scale, comms.size)
                 results |= _results(leaves, group.members, total, self._reduction, self._scale)
+            del flat  # and its memory, before the next one begins
         return results, bounds
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: _Reduced | None) -> Tree:

@@ -20,8 +20,9 @@ from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
-from easydist.verbs.buckets import Bucket, Moving, Shapes, dims_of, moved, parts_of, receiving, resized, share_of
+from easydist.verbs.buckets import Bucket, Shapes, dims_of, parts_of, resized, share_of
 from easydist.verbs.gradients import Adjoint, Gradient
+from easydist.verbs.moving import Moving, moved, receiving
 from easydist.verbs.ranks import named_rank, source_rank
 from easydist.verbs.structures import announced, shared_leaves
 from easydist.verbs.swap import cat, swap
@@ -142,7 +143,7 @@ class _Scatter(Verb[Tree]):
         if comms.size > 1:
             leaves = shared_leaves(comms, self.operation, self._tensor, self._source, agreed, hollow=True)
         shapes = [share_of(shape, self._dim, comms.size, comms.rank) for shape in leaves.layout.shapes]
-        return leaves, moved(comms, leaves, (), True, functools.partial(self._begin, leaves, shapes))
+        return leaves, moved(comms, leaves, (), True, functools.partial(self._begin, leaves, shapes), self._dim)
 
     def _begin(self, leaves: Leaves, shapes: Shapes, comm: Collectives, bucket: Bucket) -> Moving:
         rank, size = comm.get_rank(), comm.get_size()

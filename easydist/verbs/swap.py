@@ -17,8 +17,9 @@ from easydist.agreement.runner import Verb
 from easydist.data import packing
 from easydist.data.leaves import Leaves
 from easydist.groups.communicators import Communicators
-from easydist.verbs.buckets import Bucket, by_comm, results_of, swapped
+from easydist.verbs.buckets import Bucket, by_comm
 from easydist.verbs.gradients import Gradient
+from easydist.verbs.moving import results_of, swapped
 
 Parts = Sequence[Sequence[torch.Tensor]]
 """``[i][r]``, the part of leaf i that goes to rank r, or comes from there."""

@@ -13,7 +13,7 @@ from easydist.data.backing import mark_written
 from easydist.errors import WireError
 from easydist.format.header import Entry, Header
 from easydist.groups.communicators import Communicators
-from easydist.verbs.buckets import large_alone
+from easydist.verbs.buckets import LARGE, at_once
 
 
 def coalesced(
@@ -26,7 +26,7 @@ def coalesced(
     for kind in dict.fromkeys(kinds):
         there = comms.data(torch.device(kind)).get_device()
         members = [i for i, other in enumerate(kinds) if other == kind and sizes[i]]
-        yield from ((kind, there, bucket) for bucket in large_alone(members, sizes))
+        yield from ((kind, there, bucket) for bucket in at_once(members, sizes, LARGE).groups())
 
 
 def filled(head: Header, data: torch.Tensor) -> dict[str, torch.Tensor]:

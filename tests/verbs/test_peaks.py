@@ -55,6 +55,22 @@ def test_parts_of_leaves_arrive_with_little_memory_beside_the_result(rank, parts
 
 
 @MEASURED
+@distributed(world_size=2)
+def test_leaves_that_are_copied_need_little_memory_beside_the_results(rank):
+    small, wide = [[*torch.ones(64, NBYTES // 256).chunk(parts, 1)] for parts in (4096, 16)]
+    small, wide = [[leaf.contiguous() for leaf in tree] for tree in (small, wide)]
+    calls = [
+        (lambda: easydist.reduce(small), NBYTES, 1.5),
+        (lambda: easydist.gather(wide, dim=1), 2 * NBYTES, 1.4),
+        (lambda: easydist.all_to_all(wide, dim=1), NBYTES, 2.0),
+        (lambda: easydist.scatter(wide, dim=1), NBYTES // 2, 2.5),
+    ]
+    for i, (call, nbytes, most) in enumerate(calls):
+        call()
+        assert peak_of(call, nbytes) < most, i
+
+
+@MEASURED
 @pytest.mark.parametrize("parts", [1, 4])
 @distributed(world_size=2)
 def test_floats_of_16_bits_are_reduced_with_little_memory_beside_the_result(rank, parts):
@@ -87,6 +103,27 @@ def test_packed_leaves_arrive_in_turns(rank, backend, dst):
         assert torch.equal(got["large"], torch.cat([one["large"] for one in trees]))
     else:
         assert got is None
+
+
+@pytest.mark.parametrize("dst", [None, 1])
+@pytest.mark.parametrize("op", ["mean", "none"])
+@BACKENDS
+@distributed(world_size=3)
+def test_packed_leaves_are_reduced_in_turns(rank, backend, op, dst):
+    def tree(rank):
+        leaves = [torch.arange(7 * i) % 5 + rank for i in range(60)]
+        return {"bf16": [leaf.bfloat16() for leaf in leaves], "int": leaves, "large": torch.full((70_000,), 3.0 * rank)}
+
+    with made(backend) as group, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "_TURN", 1 << 10)
+        got = easydist.reduce(tree(rank), op, dst=dst, group=group)
+    want = tree(1 if op == "mean" else rank)
+    if dst not in (None, rank):
+        assert got is None
+    else:
+        for name in ("bf16", "int"):
+            assert all(map(torch.equal, got[name], [leaf.to(got[name][0].dtype) for leaf in want[name]]))
+        assert torch.equal(got["large"], want["large"])
 
 
 @pytest.mark.parametrize("dst", [None, 1])
