@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from easydist.base.gloo_sends import end_wait
+from easydist.base.gloo import end_wait
 from easydist.data.arithmetic import split_sizes
 from easydist.errors import DisagreementError
 from easydist.liveness.limited import within
