@@ -114,7 +114,7 @@ MUTANTS = [
         "tests/torch_backend/test_process_group.py::test_the_second_forms_of_the_groups_own_methods",
     ),
     Mutant(
-        "torch_backend/sparse.py",
+        "torch_backend/reductions.py",
         "add_up",
         "if (sizes[:, :-1] != sizes[0, :-1]).any():",
         "if False:",
