@@ -27,14 +27,14 @@ MUTANTS = [
         "test_ctrl_c_as_an_operation_begins_is_told_to_a_rank_that_waits_in_it",
     ),
     Mutant(
-        "torch_backend/shown.py",
+        "torch_backend/methods.py",
         "_shown",
         'if name == "allgather"',
         'if name == "all_gather"',
         "tests/torch_backend/test_tools.py::test_communication_is_counted",
     ),
     Mutant(
-        "torch_backend/shown.py",
+        "torch_backend/methods.py",
         "_shown",
         "with torch_private.modes_disabled():",
         "if True:",
@@ -100,14 +100,14 @@ MUTANTS = [
         "tests/torch_backend/test_process_group.py::test_reductions",
     ),
     Mutant(
-        "torch_backend/overloads.py",
+        "torch_backend/methods.py",
         "limited",
         "work.limit = limit_of(options)",
         "pass",
         "tests/torch_backend/test_process_group.py::test_the_limit_of_one_operation",
     ),
     Mutant(
-        "torch_backend/overloads.py",
+        "torch_backend/methods.py",
         "_first_form",
         'key=lambda item: not item[0].startswith("output")',
         "key=lambda item: 0",
