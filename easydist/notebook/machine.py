@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +36,6 @@ _LARGEST_LOG = 1 << 24
 
 _LONGEST_FOLDER = 70
 """The longest path of the folder in bytes. The paths of the sockets in it can have 107."""
-
-
-@dataclass(frozen=True)
-class Home:
-    """The resources that all ranks of a cluster share.
-
-    Attributes:
-        size: The number of ranks.
-        folder: Their folder, which only this user can open.
-        lifeline: The read end of a pipe. A rank ends when the other end is closed.
-        port: A port for process groups that the user creates; the cluster itself needs none.
-        context: The context of the sockets.
-    """
-
-    size: int
-    folder: Path
-    lifeline: int
-    port: int
-    context: zmq.Context[Any]
 
 
 class KernelProcess:
@@ -95,18 +75,18 @@ class RankProcess(RankHandle):
     Args:
         rank: Its number.
         meeting: The first meeting of the ranks that it joins: arguments of ``OwnRank.join``.
-        home: The cluster's resources.
+        machine: The place that starts it.
     """
 
-    def __init__(self, rank: int, meeting: dict[str, Any], home: Home) -> None:
-        place = home.folder / f"{rank}-{meeting['epoch']}"
+    def __init__(self, rank: int, meeting: dict[str, Any], machine: Machine) -> None:
+        place = machine.folder / f"{rank}-{meeting['epoch']}"
         self._log = place.with_suffix(".log")
-        self._connection = Connection(place, home.context)
+        self._connection = Connection(place, machine.context)
         places: list[Any] = sys.path
         path = [place for place in places if isinstance(place, str)]  # Python itself ignores all others
-        settings = {"rank": rank, "size": home.size, "meeting": meeting, "folder": str(home.folder), "path": path}
-        settings |= {"connection_file": self._connection.file, "lifeline": home.lifeline, "parent": os.getpid()}
-        self._process = self._start(settings, home.lifeline, _environment(rank, home))
+        settings = {"rank": rank, "size": machine.size, "meeting": meeting, "folder": str(machine.folder), "path": path}
+        settings |= {"connection_file": self._connection.file, "lifeline": machine.lifeline, "parent": os.getpid()}
+        self._process = self._start(settings, machine.lifeline, _environment(rank, machine))
         self._seen = KernelProcess(self._process.pid)
         super().__init__(rank, self._process.pid, socket.gethostname())
 
@@ -184,31 +164,35 @@ class Machine:
 
     Args:
         size: The number of ranks.
+
+    Attributes:
+        size: The number of ranks.
+        folder: Their folder, which only this user can open.
+        lifeline: The read end of a pipe. A rank ends when the other end is closed.
+        port: A port for process groups that the user creates; the cluster itself needs none.
+        context: The context of the sockets.
     """
 
     def __init__(self, size: int) -> None:
-        read_end, self._write_end = os.pipe()
-        self._home = Home(size, private_folder(tempfile.gettempdir()), read_end, _free_port(), zmq.Context())
-
-    @property
-    def folder(self) -> Path:
-        """The ranks' folder, which only this user can open."""
-        return self._home.folder
+        self.lifeline, self._write_end = os.pipe()
+        self.size, self.folder = size, private_folder(tempfile.gettempdir())
+        self.port = _free_port()
+        self.context: zmq.Context[Any] = zmq.Context()
 
     def meeting(self, ranks: Iterable[int], epoch: int) -> Mapping[int, dict[str, Any]]:
         """Return what each rank needs for a meeting: they meet in a file of their folder."""
-        return {rank: {"epoch": epoch} for rank in range(self._home.size)}
+        return {rank: {"epoch": epoch} for rank in range(self.size)}
 
     def begin(self, meetings: Mapping[int, dict[str, Any]]) -> Iterator[RankProcess]:
         """Start the processes of ranks, each for the meeting that it joins."""
         for rank, meeting in meetings.items():
-            yield RankProcess(rank, meeting, self._home)
+            yield RankProcess(rank, meeting, self)
 
     def close(self) -> None:
         """End what is left of the ranks, and remove their folder."""
         os.close(self._write_end)
-        os.close(self._home.lifeline)
-        self._home.context.term()
+        os.close(self.lifeline)
+        self.context.term()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -225,11 +209,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _environment(rank: int, home: Home) -> dict[str, str]:
+def _environment(rank: int, machine: Machine) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FROM_LAUNCHERS)}
     env.pop("MPLBACKEND", None)  # the notebook's own kernel has set it
-    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // home.size)))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // machine.size)))
     env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    place = {"RANK": rank, "WORLD_SIZE": home.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": home.size}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": home.port, "PYDEVD_DISABLE_FILE_VALIDATION": 1}
+    place = {"RANK": rank, "WORLD_SIZE": machine.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": machine.size}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": machine.port, "PYDEVD_DISABLE_FILE_VALIDATION": 1}
     return env | {name: str(value) for name, value in (place | address).items()}
