@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from easydist import settings
+from easydist.base.wording import some
 
 _FILES = 256
 """The open files that a rank needs with a hundred others: a connection to each, its libraries and data."""
@@ -78,7 +79,7 @@ def _devices() -> Finding:
     import torch
 
     count = torch.cuda.device_count()
-    gpus = f", {count} {'GPU' if count == 1 else 'GPUs'}" if count else ""
+    gpus = f", {some(count, 'GPU', 'GPUs')}" if count else ""
     return Finding("devices", "ok", f"{os.cpu_count()} cores{gpus}")
 
 

@@ -5,34 +5,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import difflib
 import io
 import logging
 import os
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import click
 import psutil
-import torch
 from torch.distributed import DistNetworkError, run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from easydist import settings
-from easydist.cli import job_key, on_cluster, on_ray, on_slurm, rank, rendezvous, survivor
+from easydist.cli import on_ray, on_slurm, options, rank, survivor
 from easydist.cli.failures import report
 from easydist.cli.home import PIPE, home
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SECONDS = 5.0
 _PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -51,13 +47,13 @@ def launch(arguments: Sequence[str]) -> int:
 
     Source: ``torch.distributed.run``
     """
-    args = _parsed(arguments)
+    args = options.parsed(arguments)
     if args.job_key is not None:
-        os.environ[settings.JOB_KEY] = job_key.read(args.job_key)
-    _check_settings()
+        os.environ[settings.JOB_KEY] = options.job_key(args.job_key)
+    options.check_settings()
     if args.on is not None:
         return on_ray.launch(args) if args.on == "ray" else on_slurm.launch(args, _command(args))
-    _check_values(args)
+    options.check_values(args)
     with home() as folder:
         args.log_dir = args.log_dir or os.path.join(folder, "logs")
         if args.survivors:
@@ -123,103 +119,6 @@ def _of_survivors(folder: str) -> int:
     """Return 0 if any rank has succeeded, else the status of the first."""
     ended = list(survivor.statuses(os.path.join(folder, "ended")).values())
     return 0 if 0 in ended or not ended else survivor.shell_status(ended[0])
-
-
-def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = torchrun.get_args_parser()
-    parser.add_argument("-n", dest="nproc_per_node")
-    parser.add_argument("--survivors", action="store_true")
-    parser.add_argument("--job-key")
-    on_cluster.add_arguments(parser)
-    parser.error = _fail  # type: ignore[method-assign]
-    if "PET_NPROC_PER_NODE" not in os.environ:
-        parser.set_defaults(nproc_per_node=str(torch.cuda.device_count() or 2))
-    if "PET_TEE" not in os.environ:
-        parser.set_defaults(tee="3")
-    if "PET_MASTER_ADDR" not in os.environ:
-        parser.set_defaults(master_addr=None)
-    args, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        known = [name for action in parser._actions for name in action.option_strings]
-        raise click.NoSuchOption(unknown[0], possibilities=difflib.get_close_matches(unknown[0], known))
-    on_cluster.check(args, parser)
-    if not args.module and not args.no_python:
-        args.no_python = _has_own_interpreter(args.training_script)
-    if args.no_python and os.path.isfile(args.training_script):
-        args.training_script = os.path.abspath(args.training_script)  # PATH is searched for a bare name
-    if args.standalone or _is_alone(args):
-        _meet_on_loopback(args)
-    return args
-
-
-def _check_settings() -> None:
-    """Check the variables of all ranks before any of them starts."""
-    if malformed := settings.fault():
-        raise click.UsageError(settings.text_of(malformed))
-
-
-def _check_values(args: argparse.Namespace) -> None:
-    """Check the values of torchrun's options before any rank starts."""
-    logging.disable()  # torchrun warns once more when it runs
-    try:
-        config, _, _ = torchrun.config_from_args(args)
-    except (ValueError, AssertionError, RuntimeError, OSError) as error:
-        text = str(error).replace(
-            "Unsupported nproc_per_node value:", "-n takes a number of ranks, cpu, gpu or auto, got"
-        )
-        raise click.UsageError(text) from None
-    finally:
-        logging.disable(logging.NOTSET)
-    if args.rdzv_backend == "static" and not (args.rdzv_endpoint or args.master_addr):  # torchrun waits in silence
-        raise click.UsageError(
-            f"--nnodes {args.nnodes}: name the rendezvous on each machine: --rdzv-backend c10d --rdzv-endpoint "
-            "HOST:PORT, or --node-rank N --master-addr HOST, with the host of node 0"
-        )
-    least = {"-n": config.nproc_per_node >= 1, "--monitor-interval": config.monitor_interval > 0}
-    if too_small := [option for option, is_enough in least.items() if not is_enough]:
-        raise click.UsageError(f"{', '.join(too_small)}: give a number above 0")
-    if not 0 <= (args.master_port or 0) < 1 << 16:
-        raise click.UsageError(f"--master-port: {args.master_port} is no port")
-
-
-def _fail(message: str) -> NoReturn:
-    hint = ': write --slurm="--time=60"' if message.startswith("argument --slurm:") else ""
-    raise click.UsageError(message + hint)
-
-
-def _is_alone(args: argparse.Namespace) -> bool:
-    """True if there are no other machines, and no address at which they could reach this one."""
-    return (
-        args.nnodes in ("1", "1:1")
-        and args.rdzv_backend == "static"
-        and not args.rdzv_endpoint
-        and args.master_addr in (None, *_LOOPBACK)
-    )
-
-
-def _meet_on_loopback(args: argparse.Namespace) -> None:
-    """Open the store where no other machine can reach it; at any free port, unless one is given."""
-    port = 0 if args.standalone else args.master_port or 0
-    args.standalone, args.rdzv_backend, args.rdzv_id = False, rendezvous.BACKEND, uuid.uuid4().hex
-    args.rdzv_endpoint = f"127.0.0.1:{port}"
-    rendezvous.register()
-
-
-def _has_own_interpreter(script: str) -> bool:
-    """True if a script's first line names an interpreter that is not Python.
-
-    Raises:
-        click.UsageError: There is no such file.
-    """
-    try:
-        with open(script, "rb") as file:
-            first = file.readline(256)
-    except OSError as error:
-        hint = (
-            " (if it is a module, put -m before its name)" if "/" not in script and not script.endswith(".py") else ""
-        )
-        raise click.UsageError(f"cannot read {script}: {error.strerror}{hint}") from None
-    return first.startswith(b"#!") and b"python" not in first and b"easydist" not in first
 
 
 def _prepare() -> None:

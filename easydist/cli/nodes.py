@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from easydist.cli.ranks import LocalRanks, Rank, grouped, stack_of
 from easydist.cluster import ranks as cluster
 from easydist.cluster.connection import connect, disconnect, with_package
+from easydist.liveness.peer import pid_namespace
 
 _START, _SECONDS, _STACK = 60.0, 5.0, 20.0
 """The time for the first answer of a node, for each further one, and for a stack."""
@@ -124,7 +123,7 @@ class _Observer:
 
     def place(self) -> str:
         """Return a text that only observers of the same processes share."""
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{os.stat('/proc/self/ns/pid').st_ino}"
+        return pid_namespace()
 
     def look(self) -> list[Rank]:
         return [rank for ranks in self._ranks.look() for rank in ranks]

@@ -11,7 +11,7 @@ import click
 
 from easydist import settings
 from easydist.cli.survivor import shell_status
-from easydist.cluster import output, script
+from easydist.cluster import script
 from easydist.cluster.connection import connect, disconnect, is_here
 from easydist.cluster.ranks import Ranks
 from easydist.errors import EasydistError, PeerLostError, RemoteError
@@ -88,7 +88,7 @@ def _is_done(args: argparse.Namespace, asked: dict[str, float], here: bool) -> b
     with Ranks(int(args.nproc_per_node), resources=asked, nodes=args.nodes, runtime_env=env) as ranks:
         if here and not is_here():
             return False
-        with output.printed() as sink:
+        with script.printed() as sink:
             ranks.run(script.main, sink, folder if here else "", args.module, name, args.training_script_args)
     return True
 

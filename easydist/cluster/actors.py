@@ -1,4 +1,4 @@
-"""The actors of ranks on a Ray cluster: their resources, their start, their answers and their end."""
+"""The actors of ranks on a Ray cluster: their resources, their start, their answers, their interruption and end."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from easydist.typing import Timeout
 
 _LOOKS_EVERY = 1.0
 """Seconds after which somebody may look what keeps the answers."""
+
+_INTERRUPTS_WITHIN = 2.0
+"""Seconds within which the tasks that send Ctrl-C should have run."""
 
 
 class Actors:
@@ -187,6 +190,19 @@ class Actors:
         assert self._placement is not None
         raise self._placement.late(ranks, self.limit)
 
+    def interrupt(self, ranks: Collection[int]) -> None:
+        """Send SIGINT to the processes of ranks, by a task on each node: a busy actor cannot be called."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        by_node: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_node.setdefault(self.facts[rank].node, []).append(self.facts[rank].pid)
+        task = ray.remote(num_cpus=0, max_retries=0)(_interrupter())
+        there = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in by_node}
+        sent = [task.options(scheduling_strategy=there[node]).remote(pids) for node, pids in by_node.items()]
+        ray.wait(sent, num_returns=len(sent), timeout=_INTERRUPTS_WITHIN)
+
     def end(self, rank: int) -> None:
         """End the actor of a rank, if it has one."""
         import ray
@@ -234,3 +250,18 @@ def _demand_possible(size: int, resources: Mapping[str, float], strategy: str, n
         raise ValueError(f"Ranks: {size} ranks cannot be {size / max(nodes, 1):g} on each of nodes={nodes}")
     if not resources or min(resources.values()) < 0 or not any(resources.values()):
         raise ValueError(f"Ranks: resources={resources} name no amount of anything; one CPU is {{'CPU': 1}}")
+
+
+def _interrupter() -> Callable[[Sequence[int]], None]:
+    """Return a function that travels by its code, because a node may have no easydist outside of the ranks."""
+
+    def send(pids: Sequence[int]) -> None:
+        import contextlib
+        import os
+        import signal
+
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
+
+    return send

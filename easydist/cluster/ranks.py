@@ -12,7 +12,6 @@ from easydist.base.arguments import integer, integers
 from easydist.base.wording import named
 from easydist.cluster import failures
 from easydist.cluster.actors import Actors, Loan
-from easydist.cluster.signals import interrupt
 from easydist.cluster.world import Outcome, tell_of_loss, variables
 from easydist.errors import PeerLostError
 from easydist.liveness.watchdog import interrupts_deferred
@@ -282,7 +281,7 @@ class Ranks:
         self._needs_meeting = True
         until = time.monotonic() + _STOPS_WITHIN
         with interrupts_deferred():  # a second Ctrl-C ends the wait for the ranks, not their interruption
-            interrupt([self._actors.facts[rank] for rank in self._busy.values()])
+            self._actors.interrupt(self._busy.values())
         self._still_busy(max(0.0, until - time.monotonic()))
 
     def restart(self, ranks: Collection[int] | None = None) -> None:

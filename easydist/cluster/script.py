@@ -1,14 +1,77 @@
-"""A script as the main program of a rank."""
+"""A script as the main program of ranks, and its output on the way to the driver: whole lines, by way of an actor."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import runpy
+import secrets
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO, TypeAlias
 
-from easydist.cluster.output import sent
+Piece: TypeAlias = tuple[int, str]
+"""A file descriptor, 1 or 2, and lines."""
+
+_READ = 1 << 16
+"""The most bytes of one piece."""
+
+_BREAK = re.compile(rb"\r\n|\n|\r(?!\Z)")
+"""The end of a line, also of a progress bar's; a last carriage return may have its line feed in the next piece."""
+
+_ARRIVES_WITHIN = 2.0
+"""Seconds within which the last lines arrive; what children write after the end of their rank is dropped."""
+
+
+@contextlib.contextmanager
+def printed() -> Iterator[str]:
+    """Yield the name of the sink of the ranks' output, and print what arrives there, until the end of the block."""
+    import ray
+
+    name = f"easydist-output-{secrets.token_hex(8)}"  # by ray://, handles do not travel in pickled arguments
+    sink = ray.remote(num_cpus=0)(_sink()).options(name=name).remote()
+    thread = threading.Thread(target=_print, args=(sink,), name="easydist-output", daemon=True)
+    thread.start()
+    try:
+        yield name
+    finally:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(sink.put.remote(None), timeout=_ARRIVES_WITHIN)
+            thread.join(_ARRIVES_WITHIN)
+        ray.kill(sink)
+
+
+def _sink() -> type[Any]:
+    """Return a class that travels by its code, because a node may have no easydist outside of the ranks."""
+
+    class OutputQueue:
+        def __init__(self) -> None:
+            import asyncio
+
+            # Once it is full, ranks wait for the driver, as they would for a full pipe.
+            self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue(100)
+
+        async def put(self, piece: Piece | None) -> None:
+            await self._pieces.put(piece)
+
+        async def take(self) -> Piece | None:
+            return await self._pieces.get()
+
+    return OutputQueue
+
+
+def _print(sink: Any) -> None:
+    import ray
+
+    with contextlib.suppress(ray.exceptions.RayError):
+        while (piece := ray.get(sink.take.remote())) is not None:
+            stream = sys.stdout if piece[0] == 1 else sys.stderr
+            with contextlib.suppress(OSError):  # nobody reads it any more; the ranks must not wait for that
+                stream.write(piece[1])
+                stream.flush()
 
 
 def main(sink: str, folder: str, is_module: bool, name: str, arguments: Sequence[str]) -> None:
@@ -29,7 +92,7 @@ def main(sink: str, folder: str, is_module: bool, name: str, arguments: Sequence
     sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(name)))
     sys.argv = [name, *arguments]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # Ray's own handler exits with 1
-    with sent(sink, int(os.environ["RANK"])):
+    with _sent(sink, int(os.environ["RANK"])):
         try:
             if is_module:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
@@ -42,3 +105,59 @@ def main(sink: str, folder: str, is_module: bool, name: str, arguments: Sequence
                 raise
             print(end.code, file=sys.stderr)
             raise SystemExit(1) from None
+
+
+@contextlib.contextmanager
+def _sent(name: str, rank: int) -> Iterator[None]:
+    """Send to the sink what this process and its children write during the block; each line begins with the rank."""
+    import ray
+
+    sink = ray.get_actor(name)
+    kept = {number: os.dup(number) for number in (1, 2)}
+    threads = [
+        threading.Thread(target=_send, args=(_pipe_at(number), number, sink, rank), daemon=True) for number in kept
+    ]
+    for thread in threads:
+        thread.start()
+    streams = sys.stdout, sys.stderr
+    with _text_to(1) as sys.stdout, _text_to(2) as sys.stderr:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            sys.stdout, sys.stderr = streams
+            for number, copy in kept.items():
+                os.dup2(copy, number)
+                os.close(copy)
+            for thread in threads:
+                thread.join(_ARRIVES_WITHIN)
+
+
+def _text_to(number: int) -> TextIO:
+    return open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+
+
+def _pipe_at(number: int) -> int:
+    """Replace a file descriptor by the end of a pipe, and return the other end."""
+    reader, writer = os.pipe()
+    os.dup2(writer, number)
+    os.close(writer)
+    return reader
+
+
+def _send(reader: int, number: int, sink: Any, rank: int) -> None:
+    import ray
+
+    rest = b""
+    with open(reader, "rb", buffering=0) as pipe, contextlib.suppress(ray.exceptions.RayError):
+        while chunk := pipe.read(_READ):
+            *lines, rest = _BREAK.split(rest + chunk)
+            if lines:
+                ray.get(sink.put.remote((number, _text(lines, rank))))
+        if rest := rest.removesuffix(b"\r"):
+            ray.get(sink.put.remote((number, _text([rest], rank))))
+
+
+def _text(lines: list[bytes], rank: int) -> str:
+    return "".join([f"[rank {rank}] {line.decode(errors='replace')}\n" for line in lines])

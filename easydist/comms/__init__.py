@@ -1,13 +1,13 @@
 """Communicators: torchcomms' API over gloo, NCCL and shared memory; ``new_comm`` makes one, ``wrap`` adopts a group."""
 
 from easydist.comms import device_mesh, objcol
-from easydist.comms.batch import BatchSendRecv, P2POp, P2POpType
+from easydist.comms.batch import BatchP2POptions, BatchSendRecv, P2POp, P2POpType
 from easydist.comms.comm import TorchComm
 from easydist.comms.failures import CommDisagreement, CommLeftOut, CommPeerLost, CommRemoteError, CommTimeout
 from easydist.comms.hooks import HookArgs, RemovableHandle
 from easydist.comms.making import Endpoint, register_backend
 from easydist.comms.new_comm import new_comm, wrap
-from easydist.comms.options import BatchP2POptions, CommOptions
+from easydist.comms.options import CommOptions
 from easydist.comms.window import RegisteredWindow, SignalCmpOp, TorchCommWindow
 from easydist.groups.communicators import Communicators
 from easydist.groups.known import SOLO, of_comm, of_group

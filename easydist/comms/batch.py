@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import SupportsIndex
 
 import torch
 
 from easydist.base.arguments import integer
-from easydist.comms.options import BatchP2POptions
 from easydist.transport.backend import Addressed
 from easydist.transport.checked import Staging, demand, flat
 from easydist.transport.comm import Collectives
@@ -49,6 +50,24 @@ class P2POp:
 
     def __repr__(self) -> str:
         return f"P2POp({self.type.name}, {tuple(self.tensor.shape)}, {self.peer})"
+
+
+class BatchP2POptions:
+    """Options of a batch.
+
+    Attributes:
+        hints: Texts for a backend.
+        timeout: A ``timedelta``; None means the communicator's.
+
+    Example:
+        >>> from easydist.comms import BatchP2POptions
+        >>> BatchP2POptions().timeout is None
+        True
+    """
+
+    def __init__(self) -> None:
+        self.hints: Mapping[str, str] | None = None
+        self.timeout: timedelta | None = None
 
 
 class BatchSendRecv:

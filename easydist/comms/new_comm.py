@@ -21,7 +21,7 @@ from easydist.comms.failures import CommTimeout
 from easydist.comms.making import Endpoint, Made, check_backend
 from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
 from easydist.liveness import texts
-from easydist.liveness.limited import NoAnswerError
+from easydist.liveness.background import NoAnswerError
 from easydist.liveness.timed_store import reached, served
 from easydist.state.environment import World, has_agent, launched, restart_key
 from easydist.torch_backend.rendezvous import NAME

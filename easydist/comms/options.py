@@ -1,4 +1,4 @@
-"""The options of a communicator and of a batch."""
+"""The options of a communicator."""
 
 from __future__ import annotations
 
@@ -112,21 +112,3 @@ class CommOptions:
             f"CommOptions(timeout={int(self._timeout)} ms, hints={dict(self.hints)}, "
             f"abort_process_on_timeout_or_error={self.abort_process_on_timeout_or_error})"
         )
-
-
-class BatchP2POptions:
-    """Options of a batch.
-
-    Attributes:
-        hints: Texts for a backend.
-        timeout: A ``timedelta``; None means the communicator's.
-
-    Example:
-        >>> from easydist.comms import BatchP2POptions
-        >>> BatchP2POptions().timeout is None
-        True
-    """
-
-    def __init__(self) -> None:
-        self.hints: Mapping[str, str] | None = None
-        self.timeout: timedelta | None = None

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from easydist.base.gloo_sends import end_wait
-from easydist.base.gloo_threads import run_after_ranks
+from easydist.base.gloo import end_wait, run_after_ranks
 from easydist.errors import EasydistError
 from easydist.liveness import keepalive
 from easydist.liveness.monitor import Monitor

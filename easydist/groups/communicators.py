@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store
 
 from easydist import memory
 from easydist.base import forks, torch_groups
-from easydist.base.gloo_threads import run_after_ranks
+from easydist.base.gloo import run_after_ranks
 from easydist.data.packing import Packed, Packing
 from easydist.errors import EasydistError, LeftOutError
 from easydist.groups.connecting import gloo_beside

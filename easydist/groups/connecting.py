@@ -21,7 +21,7 @@ from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, Store
 from easydist.base import torch_groups
 from easydist.errors import EasydistError, PeerLostError
 from easydist.liveness import keepalive, texts
-from easydist.liveness.limited import NoAnswerError, within
+from easydist.liveness.background import NoAnswerError, within
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.rules import GRACE, PATIENCE
 from easydist.liveness.timed_store import POLL, InterruptibleStore

@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 from easydist.errors import PeerLostError, RemoteError
 from easydist.liveness import texts
-from easydist.liveness.limited import NoAnswerError
+from easydist.liveness.background import NoAnswerError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import own_page
 from easydist.liveness.peer import Peer, record

@@ -13,7 +13,7 @@ from torch.distributed import DistError, PrefixStore, Store
 from easydist.errors import EasydistError, PeerLostError
 from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.reconnecting import reconnect
-from easydist.liveness.limited import NoAnswerError
+from easydist.liveness.background import NoAnswerError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.status import WHO, nothing
 from easydist.liveness.timed_store import TimedStore

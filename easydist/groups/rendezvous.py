@@ -24,7 +24,7 @@ from torch.distributed import DistError, PrefixStore, Store
 from easydist.errors import EasydistError, PeerLostError, RemoteError, WireError
 from easydist.groups.sharing import Hosts, introduce, share
 from easydist.liveness import texts
-from easydist.liveness.limited import NoAnswerError
+from easydist.liveness.background import NoAnswerError
 from easydist.liveness.log import Log, pause
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer

@@ -1,15 +1,18 @@
 """Background threads, which wait in C++ as long as another process needs.
 
-gloo reports the end of an operation only to a wait, and a store may never answer. So each such wait is a call in a
-thread. Operations of several steps go through a pool. Messages between two ranks end in the order in which they were
-sent, and may take as long as the other rank needs, so each queue of such messages has its own thread. A thread whose
-call does not return is left to itself: it ends if the call ever does, but no longer when the interpreter ends.
+gloo reports the end of an operation only to a wait, and a store blocks as long as its process is stopped: torch's own
+limits do not hold there, as ``get`` and the constructor of a ``TCPStore`` wait for an answer forever. So each such wait
+is a call in a thread. Operations of several steps go through a pool. Messages between two ranks end in the order in
+which they were sent, and may take as long as the other rank needs, so each queue of such messages has its own thread. A
+call to a store has a time limit (``within``), for which its caller waits. A thread whose call does not return is left
+to itself: it ends if the call ever does, but no longer when the interpreter ends.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import ctypes
 import functools
 import os
@@ -18,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
@@ -29,6 +32,12 @@ _Jobs = SimpleQueue[_Job | None]
 
 _MOST = 4
 """The number of threads in the pool."""
+
+_KEPT = 2
+"""The most threads that are kept for later calls with a time limit."""
+
+_TICK = 0.05
+"""Seconds between two checks while such a call is under way."""
 
 _FAREWELL = 2.0
 """Seconds that the threads have at exit to finish the pending calls."""
@@ -106,6 +115,8 @@ def _answer(answer: Future[Any], call: Callable[[], Any]) -> None:
 
 _callers: weakref.WeakSet[Caller] = weakref.WeakSet()
 _lines: weakref.WeakKeyDictionary[object, dict[Hashable, Caller]] = weakref.WeakKeyDictionary()
+_idle: list[Caller] = []
+"""The threads without a call, for calls with a time limit."""
 
 
 def _new_caller(most: int = 1) -> Caller:
@@ -135,6 +146,58 @@ def in_line(owner: object, name: Hashable, drive: _Job) -> None:
     """
     lines = _lines.setdefault(owner, {})
     (lines.get(name) or lines.setdefault(name, _new_caller())).add(drive)
+
+
+class NoAnswerError(RuntimeError):
+    """The error of a call that has not returned in time: the store's process is stopped, or cannot be reached."""
+
+
+def idle_caller() -> Caller:
+    """Return a thread that makes no call now; give it back with ``release``."""
+    try:
+        return _idle.pop()
+    except IndexError:
+        return Caller("easydist-call")
+
+
+def release(caller: Caller) -> None:
+    """Give back a thread whose calls have all returned."""
+    if len(_idle) < _KEPT:
+        _idle.append(caller)
+
+
+def within(
+    seconds: float,
+    call: Callable[[], T],
+    check: Callable[[], None] | None = None,
+    discard: Callable[[T], object] | None = None,
+) -> T:
+    """Return the result of a call that may block in C++.
+
+    Args:
+        seconds: The time limit.
+        call: The call.
+        check: A function to call while the call is under way; it may raise to give the call up.
+        discard: Gets the result if the call returns after it was given up.
+
+    Raises:
+        NoAnswerError: The call has not returned in time.
+    """
+    caller, deadline = idle_caller(), time.monotonic() + seconds
+    context = contextvars.copy_context()
+    answer = caller.begin(lambda: context.run(call))
+    try:
+        while (left := deadline - time.monotonic()) > 0 and wait([answer], min(left, _TICK)).not_done:
+            if check is not None:
+                check()
+        if not answer.done():
+            raise NoAnswerError(f"the store has not answered within {seconds:.3g} s")
+    except BaseException:
+        if discard is not None:
+            answer.add_done_callback(lambda late: late.exception() or discard(late.result()))
+        raise
+    release(caller)
+    return answer.result()
 
 
 @atexit.register
@@ -185,6 +248,7 @@ def _after_fork() -> None:
     global _pool
     _pool = _new_caller(_MOST)
     _lines.clear()
+    _idle.clear()
     _callers.clear()
 
 

@@ -31,14 +31,15 @@ _LONGEST_ID = 100
 
 def host_id() -> str:
     """Return a text that is equal for processes that may share memory. It is a hint: attaching has to prove it."""
-    told = settings.read("EASYDIST_HOST_ID") or _host_id()
+    told = settings.read("EASYDIST_HOST_ID") or pid_namespace()
     if len(told) <= _LONGEST_ID and told.isascii():
         return told
     return hashlib.sha256(told.encode(errors="surrogateescape")).hexdigest()  # a record has no room for the text itself
 
 
 @functools.cache
-def _host_id() -> str:
+def pid_namespace() -> str:
+    """Return a text that is equal for processes that know one another by the same pids."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         # A pid means a different process in another pid namespace.
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -133,7 +134,7 @@ class Peer:
         """True if its process is known to have ended, even if it did so before this process could attach to it."""
         if self._process is not None:
             return self._process.has_ended()
-        is_here = self.shares_pages and self.host_id == _host_id() != socket.gethostname()
+        is_here = self.shares_pages and self.host_id == pid_namespace() != socket.gethostname()
         return is_here and process.is_dead(self.pid)
 
     @property

@@ -1,8 +1,8 @@
 """A store with a time limit on each answer: while the process that serves it is stopped, a call blocks in C++.
 
-The calls are made in threads (``liveness/limited.py``). The caller waits a moment for the answer; until it has come, no
-further call waits. No other module of the library calls a store or makes a connection to one. So values
-are signed, and signatures are checked, here (``liveness/signed.py``).
+The calls are made in threads (``liveness/background.py``). The caller waits a moment for the answer; until it has come,
+no further call waits. No other module of the library calls a store or makes a connection to one. So values are signed,
+and signatures are checked, here (``liveness/signed.py``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from easydist.errors import WireError
-from easydist.liveness.background import Caller
-from easydist.liveness.limited import NoAnswerError, idle_caller, release, within
+from easydist.liveness.background import Caller, NoAnswerError, idle_caller, release, within
 from easydist.liveness.rules import PATIENCE
 from easydist.liveness.signed import seal, text_in
 

@@ -60,8 +60,7 @@ class Keeper(Actor):
         import zmq
 
         from easydist.notebook.connection import Connection
-        from easydist.notebook.machine import private_folder
-        from easydist.notebook.process import KernelProcess
+        from easydist.notebook.machine import KernelProcess, private_folder
 
         # Of Ray's session: if Ray ends the rank, nobody removes it.
         folder = private_folder(session_folder() or tempfile.gettempdir())

@@ -27,7 +27,7 @@ from torch.distributed import FileStore
 
 from easydist.base import torch_groups
 from easydist.base.wording import trace
-from easydist.liveness.limited import within
+from easydist.liveness.background import within
 from easydist.state import ProcessState
 
 _TIMEOUT = 60.0

@@ -23,12 +23,10 @@ from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.rendezvous import NEVER, site
 from easydist.liveness.monitor import Monitor
 from easydist.shm.slots import TAGS
-from easydist.torch_backend.overloads import limited, overloaded
-from easydist.torch_backend.reductions import reduction
+from easydist.torch_backend.methods import limited, overloaded, shown_to_modes
+from easydist.torch_backend.reductions import add_up, reduction
 from easydist.torch_backend.rendezvous import NAME, met
-from easydist.torch_backend.shown import event, shown_to_modes
-from easydist.torch_backend.sparse import add_up
-from easydist.torch_backend.work import Filled, GroupWork, TensorList, all_bytes, dense, seen
+from easydist.torch_backend.work import Filled, GroupWork, TensorList, all_bytes, dense, event, seen
 from easydist.transport.backend import Backend
 from easydist.transport.checked import About
 from easydist.transport.described import OWN, described

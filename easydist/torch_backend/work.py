@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,20 +13,27 @@ import torch
 import torch.distributed as dist
 
 from easydist.base.eager import eager_methods
-from easydist.base.torch_private import backward_id
+from easydist.base.torch_private import backward_id, is_profiled
 from easydist.data.backing import absence, backed, is_backed, writable
 from easydist.data.leaves import overlaps
 from easydist.data.packing import as_bytes
 from easydist.errors import EasydistError
 from easydist.liveness.background import at_once
-from easydist.torch_backend.shown import event
+from easydist.torch_backend.rendezvous import NAME
 from easydist.transport.work import Begun, wait
 
 _NO_LIMIT = timedelta(0)
 _NO_BACKWARD = -1
 """torch's number of the backward pass, outside of one."""
 
+_NOTHING = contextlib.nullcontext()
+
 TensorList = Sequence[torch.Tensor]
+
+
+def event(operation: str, what: str = "") -> AbstractContextManager[Any]:
+    """Return the context that a profiler shows under the name of the backend and this operation."""
+    return torch.profiler.record_function(f"{NAME}:{operation}{what}") if is_profiled() else _NOTHING
 
 
 class Owner(Protocol):

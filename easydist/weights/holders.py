@@ -17,8 +17,7 @@ from easydist.weights.exchange import BroadcastWeights, Sending
 from easydist.weights.manifest import Manifest
 from easydist.weights.shards import is_shard
 from easydist.weights.source import named, state_of
-from easydist.weights.streaming import StreamTarget
-from easydist.weights.target import Target, Wanted
+from easydist.weights.target import StreamTarget, Target, Wanted
 
 _OPERATION = "publish"
 

@@ -14,8 +14,8 @@ from test_env import easydist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from easydist.cli.failures import report, traceback_in
-from easydist.cli.launch import _has_own_interpreter
 from easydist.cli.main import main
+from easydist.cli.options import _has_own_interpreter
 
 HELLO = "import os, sys\nprint('hello', os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
 

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from test_env import easydist
 
 from easydist import settings
-from easydist.cli import job_key
 from easydist.cli.main import main
+from easydist.cli.options import job_key
 
 KEY = "k" * 40
 
@@ -25,17 +25,17 @@ def file_with(tmp_path, text, mode=0o600):
 
 def test_a_missing_file_is_made_once_and_only_its_owner_may_read_it(tmp_path, capsys):
     path = str(tmp_path / "key")
-    made = job_key.read(path)
+    made = job_key(path)
     assert settings.fault({settings.JOB_KEY: made}) == ""
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert capsys.readouterr().err == f"easydist run: made {path}; every host of the job needs this file\n"
-    assert job_key.read(path) == made
+    assert job_key(path) == made
     assert (os.listdir(tmp_path), capsys.readouterr().err) == (["key"], "")
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
 def test_a_file_of_this_user_alone_is_read(tmp_path, mode):
-    assert job_key.read(file_with(tmp_path, f" {KEY}\n", mode)) == KEY
+    assert job_key(file_with(tmp_path, f" {KEY}\n", mode)) == KEY
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_file_of_this_user_alone_is_read(tmp_path, mode):
 )
 def test_any_other_file_is_an_error_that_says_what_to_do(tmp_path, text, mode, said):
     with pytest.raises(click.UsageError, match=said) as caught:
-        job_key.read(file_with(tmp_path, text, mode))
+        job_key(file_with(tmp_path, text, mode))
     assert KEY not in str(caught.value)
 
 
@@ -59,12 +59,12 @@ def test_a_file_of_another_user_is_an_error(tmp_path, monkeypatch):
     path = file_with(tmp_path, KEY)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(click.UsageError, match=r"belongs to another user\. Copy it to a file of your own"):
-        job_key.read(path)
+        job_key(path)
 
 
 def test_a_folder_that_is_missing_is_an_error(tmp_path):
     with pytest.raises(click.UsageError, match=r"cannot read or make .*: No such file or directory"):
-        job_key.read(str(tmp_path / "missing" / "key"))
+        job_key(str(tmp_path / "missing" / "key"))
 
 
 @pytest.mark.parametrize(("key", "shown"), [(KEY, "set: "), ("short key", "MALFORMED (hidden), takes a text of at")])

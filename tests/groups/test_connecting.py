@@ -12,7 +12,7 @@ import easydist
 from easydist.errors import CollectiveTimeout
 from easydist.groups import connecting
 from easydist.groups.connecting import is_of_connections, registered_group
-from easydist.liveness.limited import NoAnswerError
+from easydist.liveness.background import NoAnswerError
 from easydist.liveness.monitor import Monitor
 from easydist.testing import distributed
 

@@ -8,7 +8,7 @@ from torch.distributed import HashStore, PrefixStore
 from easydist.errors import CollectiveTimeout, PeerLostError, RemoteError, WireError
 from easydist.groups.rendezvous import Rendezvous
 from easydist.liveness import monitor
-from easydist.liveness.limited import NoAnswerError
+from easydist.liveness.background import NoAnswerError
 from easydist.liveness.log import Log
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import own_page

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from easydist.errors import PeerLostError, WireError
-from easydist.liveness.limited import NoAnswerError, within
+from easydist.liveness.background import NoAnswerError, within
 from easydist.liveness.log import Log
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.rules import PATIENCE
@@ -40,7 +40,7 @@ print(TimedStore(Late()).check(["key"]))
 GIVEN_UP = """
 import os, signal, sys, time
 from torch.distributed import TCPStore
-from easydist.liveness.limited import NoAnswerError, within
+from easydist.liveness.background import NoAnswerError, within
 
 reader, writer = os.pipe()
 server = os.fork()

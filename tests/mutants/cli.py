@@ -32,8 +32,8 @@ MUTANTS = [
         "tests/cli/test_top_on_ray.py::test_the_ranks_of_a_cluster_are_in_one_table",
     ),
     Mutant(
-        "cli/on_cluster.py",
-        "check",
+        "cli/options.py",
+        "_check_cluster",
         "_TAKES | _ALSO[args.on]",
         "{*_TAKES, *_OWN, 'survivors'}",
         "tests/cli/test_run_on_ray.py::test_what_cannot_be_is_refused",
@@ -74,7 +74,7 @@ MUTANTS = [
         "tests/cli/test_check.py::test_of_other_ranks_only_faults_are_added_and_no_check_of_the_host_is_repeated",
     ),
     Mutant(
-        "cli/job_key.py",
+        "cli/options.py",
         "_check_owner",
         "& 0o077",
         "& 0o007",
@@ -179,7 +179,7 @@ MUTANTS = [
         "tests/cli/test_run.py::test_a_traceback_is_shown_with_those_that_led_to_it_and_no_others",
     ),
     Mutant(
-        "cli/launch.py",
+        "cli/options.py",
         "_has_own_interpreter",
         ' and b"easydist" not in first',
         "",

@@ -46,14 +46,14 @@ MUTANTS = [
         "tests/notebook/test_cells.py::test_an_exception_shows_once_and_releases_those_that_wait",
     ),
     Mutant(
-        "notebook/process.py",
+        "notebook/machine.py",
         "RankProcess.release",
         "self._seen.send_signal(signal.SIGKILL)",
         "os.kill(self.pid, signal.SIGKILL)",
         "tests/notebook/test_processes.py::test_nothing_stays_behind_when_the_kernel_goes",
     ),
     Mutant(
-        "notebook/process.py",
+        "notebook/machine.py",
         "_environment",
         " if not name.startswith(_FROM_LAUNCHERS)",
         "",
@@ -165,7 +165,7 @@ MUTANTS = [
         "tests/notebook/test_on_ray.py::test_the_ranks_of_two_nodes_outlive_one_of_them",
     ),
     Mutant(
-        "notebook/remote.py",
+        "notebook/on_ray.py",
         "RemoteRank.has_ended",
         "bool(self._loss) or ",
         "",

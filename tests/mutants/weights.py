@@ -249,7 +249,7 @@ MUTANTS = [
         "tests/weights/test_blocks.py::test_in_order_few_entries_lack_a_part",
     ),
     Mutant(
-        "weights/streaming.py",
+        "weights/target.py",
         "StreamTarget._named",
         "        self.destinations.spans[i] = []\n",
         "",

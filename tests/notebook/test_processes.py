@@ -13,7 +13,7 @@ import pytest
 from launching import finished, python, start, within
 from notebook_kernels import Kernel, kernel, until
 
-from easydist.notebook.process import _environment
+from easydist.notebook.machine import _environment
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from easydist.base import gloo_sends
+from easydist.base import gloo
 from easydist.comms import CommPeerLost, new_comm
 from easydist.testing import distributed
 from easydist.transport.backends.c10d import Gloo
@@ -33,10 +33,10 @@ def test_another_thread_ends_a_wait(rank):
     group = dist.new_group()
     if rank == 0:
         work = group.send([torch.ones(1)], 1, 5)
-        soon(lambda: gloo_sends.end_wait(work))
+        soon(lambda: gloo.end_wait(work))
         assert work.wait(timedelta(seconds=60)) is False
     dist.barrier()
-    gloo_sends.end_wait(dist.barrier(async_op=True))  # no message that is being sent: nothing happens
+    gloo.end_wait(dist.barrier(async_op=True))  # no message that is being sent: nothing happens
     dist.barrier()
 
 
@@ -69,10 +69,10 @@ def test_a_communicator_ends_a_wait_for_a_message_to_a_rank_that_has_ended(rank)
 
 
 def test_a_torch_without_the_method_is_left_alone(monkeypatch):
-    monkeypatch.setattr(gloo_sends, "_ABORT", "no such method")
-    gloo_sends._method.cache_clear()
-    assert gloo_sends._method() is None
-    gloo_sends.end_wait(os)  # not even looked at
+    monkeypatch.setattr(gloo, "_ABORT", "no such method")
+    gloo._method.cache_clear()
+    assert gloo._method() is None
+    gloo.end_wait(os)  # not even looked at
     monkeypatch.undo()
-    gloo_sends._method.cache_clear()
-    assert gloo_sends._method() is not None
+    gloo._method.cache_clear()
+    assert gloo._method() is not None

@@ -20,10 +20,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from easydist.base.gloo_sends import end_wait
+from easydist.base.gloo import end_wait
 from easydist.data.arithmetic import split_sizes
 from easydist.errors import DisagreementError
-from easydist.liveness.limited import within
+from easydist.liveness.background import within
 from easydist.liveness.monitor import Monitor
 from easydist.transport import rounds
 from easydist.transport.backend import Addressed, Backend, set_to

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from easydist.liveness import keepalive
-from easydist.liveness.limited import within
+from easydist.liveness.background import within
 from easydist.liveness.monitor import Monitor
 
 FOREVER = timedelta(days=365)
