@@ -22,7 +22,7 @@ from easydist import memory, settings
 from easydist.data.backing import backed
 from easydist.errors import UnsafeObjectError, WireError
 from easydist.format.parts import MAKERS, REDUCERS, Strings, weigh
-from easydist.format.unpickler import Unpickler
+from easydist.format.unpickler import load
 
 __all__ = ["EncodedObject", "allow_pickle", "decode", "demand_pickle", "encode", "is_pickle_allowed"]
 
@@ -202,7 +202,7 @@ class EncodedObject:
         if self._names_globals():
             skeleton = b"".join(self._texts[1:])
             writable = [raw if not raw.readonly else memoryview(bytearray(raw)) for raw in self._buffers]
-            Unpickler(memoryview(skeleton), writable, MAKERS, weigh).load()
+            load(memoryview(skeleton), writable, MAKERS, weigh)
 
     def _names_globals(self) -> bool:
         for text in self._texts[1:]:
@@ -324,7 +324,7 @@ def decode_copy(view: memoryview, *, weights_only: bool | None = None) -> Any:
 
 def _decoded(skeleton: memoryview, buffers: list[memoryview], weights_only: bool | None) -> Any:
     if weights_only or not _switch.allowed:
-        return Unpickler(skeleton, buffers, MAKERS, weigh).load()
+        return load(skeleton, buffers, MAKERS, weigh)
     return pickle.loads(skeleton, buffers=buffers)
 
 

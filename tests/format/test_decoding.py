@@ -1,6 +1,8 @@
 """Fuzz of restricted decoding: random bytes, random programs, mutated messages."""
 
 import contextlib
+import io
+import pickle
 import random
 import struct
 from types import NoneType
@@ -31,6 +33,8 @@ from easydist import UnsafeObjectError, WireError
 from easydist.format import codec
 from easydist.format.allowlist import CALLABLES
 from easydist.format.parts import MAKERS
+from easydist.format.plain import listed
+from easydist.format.unpickler import Unpickler, load
 
 
 def try_to_decode(data):
@@ -43,6 +47,73 @@ def try_to_decode(data):
 def test_random_bytes_are_decoded_or_refused(data):
     try_to_decode(data)
     try_to_decode(bytes(message(b"\x80\x05" + data + b".").numpy()))
+
+
+class Strict(pickle.Unpickler):
+    """Pickle's own reader, which fails the test if it needs a global."""
+
+    def find_class(self, module, name):
+        pytest.fail(f"{module}.{name}")
+
+    persistent_load = None
+
+
+PLAIN_STEPS = [
+    b"N",
+    b"\x88",
+    b"K\x07",
+    b"M\x07\x01",
+    b"J\xff\xff\xff\xff",
+    b"G" + bytes(8),
+    b"\x8c\x01a",
+    b"C\x01b",
+    b"]",
+]
+PLAIN_STEPS += [b"}", b")", b"(", b"\x94", b"a", b"e", b"s", b"u", b"t", b"\x85", b"\x86", b"\x87", b"h\x00", b"h\x01"]
+PLAIN_STEPS += [
+    b"\x8a\x05" + bytes(5),
+    b"\x93",
+    b"R",
+    b"\x81",
+    b"b",
+    b"\x8c\x02os",
+    b"\x8c\x06system",
+    b"cos\nsystem\n",
+    b"Vx\n",
+]
+
+
+@settings(max_examples=launching.examples(1000), deadline=None)
+@given(st.lists(st.sampled_from(PLAIN_STEPS), max_size=30), st.binary(max_size=2))
+def test_what_is_left_to_pickle_is_plain_and_the_restricted_decoder_agrees(steps, odd):
+    data = b"\x80\x05" + b"".join(steps) + odd + b"."
+    if (pickled := listed(data)) is None:
+        return
+    try:
+        (value,) = Strict(io.BytesIO(pickled)).load()
+    except Exception:
+        with pytest.raises(WireError):
+            load(memoryview(data))
+        with pytest.raises(WireError):
+            Unpickler(memoryview(data)).load()
+        return
+    assert repr(load(memoryview(data))) == repr(value)
+    with contextlib.suppress(WireError):  # it puts items into a dict where pickle sets those of a list
+        assert repr(Unpickler(memoryview(data)).load()) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "value", [{"a": 1, "b": [2.5, None]}, [{"k": 1}, {"k": 2}], ("do", (1, -2), {"x": b"y"}), 2**40]
+)
+def test_usual_values_are_plain(value):
+    assert listed(pickle.dumps(value, 5))
+
+
+def test_tuples_in_several_places_are_weighed():
+    data = b"\x80\x05](N\x85\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(40)) + b"}h(Nse."
+    assert listed(data) is None
+    with pytest.raises(WireError, match="more work than its length"):
+        load(memoryview(data))
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ MUTANTS = [
         "Receiving.parts",
         "whole.view(count, -1).unbind() if sizes is None else whole",
         "whole",
-        "tests/verbs/test_peaks.py -k arrive_in_turns",
+        "tests/verbs/test_peaks.py -k near_that_of_its_result",
     ),
     Mutant(
         "verbs/buckets.py",
