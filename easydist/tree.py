@@ -108,7 +108,16 @@ class _Container(NamedTuple):
 
 
 def _print(keys: Iterable[object]) -> tuple[str, ...]:
-    return tuple([f"[{key!r}]" for key in keys])
+    return tuple([f"[{_shown(key)}]" for key in keys])
+
+
+def _shown(key: object) -> str:
+    """Return the repr of a key; the items of a frozenset are sorted, as their order differs between processes."""
+    if type(key) is frozenset and key:
+        return f"frozenset({{{', '.join(sorted(builtins.map(_shown, key)))}}})"
+    if type(key) is tuple and key:
+        return f"({', '.join(builtins.map(_shown, key))}{',' if len(key) == 1 else ''})"
+    return repr(key)
 
 
 _remembered = functools.lru_cache(maxsize=256)(_print)

@@ -116,6 +116,9 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
             self._timeout = comms.found(self._operation, self._site, self._timeout)
         if not self._is_call:
             return
+        if (untold := comms.monitor.untold) is not None:  # the call before has not ended
+            self._tell_of(untold)
+            comms.monitor.end(False)
         comms.monitor.begin(self._operation, self._site, self._timeout, self._peer, self._is_turn)
         self._signals = comms.hears_signals(self._peer is not None)
         self._signals.__enter__()
@@ -156,7 +159,8 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
             # Before the error reaches the caller: nothing may write to its tensors after that.
             if self._comms.monitor.broken is not None:
                 self._comms.stop()
-            self._comms.monitor.end(error is None or self._has_sent_all(error))
+            if self._comms.monitor.untold is None:
+                self._comms.monitor.end(error is None or self._has_sent_all(error))
 
     def _has_sent_all(self, error: BaseException) -> bool:
         """True if no other rank waits for data of this one, although its call ends with an error."""
@@ -168,7 +172,9 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         """Report an error that ended the call on this rank alone to the others, if they may still wait for it."""
         monitor = self._comms.monitor
         if monitor.tells_of(isinstance(error, Exception), getattr(error, "raised_in", None) is self._comms):
+            monitor.untold = error  # until it is told, which may fail, too, where the stack is full
             monitor.ended_by(error)
+            monitor.untold = None
 
 
 class waiting(calling):  # noqa: N801 - as above

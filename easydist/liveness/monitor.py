@@ -50,6 +50,7 @@ class Monitor(GroupStatus):
         younger: Returns the monitor of the verbs that wait in the memory of this group; None if there is none.
         questions: The questions to the hosts of ranks that meet.
         is_meeting: True while the ranks of a new group meet, outside of the calls of an older one.
+        untold: The error that has ended the last call, as long as it could not be told to the others; else None.
         outside: Called at every look; it raises an error once something outside of the group makes its waits vain.
     """
 
@@ -62,6 +63,7 @@ class Monitor(GroupStatus):
         self.younger: Callable[[], Monitor | None] = _nobody
         self.outside: Callable[[], None] = nothing
         self.is_meeting, self.questions = False, Questions()
+        self.untold: BaseException | None = None
         self._lock = threading.Lock()
 
     def begin(
@@ -87,12 +89,15 @@ class Monitor(GroupStatus):
         now = time.monotonic()
         limit = self.timeout if timeout is None else timeout
         begun = self.crossing.calls() if peer is None and self.crossing.begun else {}  # most groups send no messages
-        may_have_missed = self.begin_call(now, limit, WARN_AFTER, peer, is_turn, begun)
+        number = self.number + (peer is None)
         self._is_limit_given = timeout is not None
         self.crossing.wait = None
-        self.operation, self.site, self._place = operation, site, f"{operation}, call {self.number}, at {site}".encode()
-        if self._page is not None:
-            self._page.begin(self.entry, self._place, now, self.number if peer is None else None, peer)
+        self.operation, self.site, self._place = operation, site, f"{operation}, call {number}, at {site}".encode()
+        if (
+            self._page is not None
+        ):  # before the call is counted, so that an exception in between is not about the last one
+            self._page.begin(self.entry, self._place, now, number if peer is None else None, peer)
+        may_have_missed = self.begin_call(now, limit, WARN_AFTER, peer, is_turn, begun)
         if self.peer is not None and is_turn and self.was_left_before():
             raise RemoteError(texts.given_up(operation, self.advice.failed))
         if may_have_missed and (cause := self.missed(map(self.hear, self.peers.values()))) is not None:
@@ -222,7 +227,7 @@ class Monitor(GroupStatus):
 
     def _heard(self, awaited: Sequence[int], is_exact: bool) -> Iterator[Heard]:
         # Ranks that meet need all others until they are connected, also those that have come, or have ended this call.
-        for peer in self.peers.values() if self.phase % 2 else self._unfinished(awaited):
+        for peer in self.peers.values() if self.phase % 2 else self._unfinished(awaited, is_exact):
             yield self.hear(peer, is_awaited=True)._replace(blocks=is_exact)
         for peer in self._gave_up():
             yield self.hear(peer)

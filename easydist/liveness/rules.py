@@ -108,21 +108,22 @@ class CallProtocol:
             begun: For each rank, the messages begun with it since the ranks were connected; for calls of all ranks.
         """
         self.peer = self._partner = peer
-        if peer is None:
-            self.number += 1
-            self.at = float(self.number)
-            self._turns.clear()
-            self._before = begun if self.broken is None else None  # after an error, ranks leave out calls
-        else:
-            self.at = self.number + 0.5
-            self._turns[peer] = self._turns.get(peer, 0) + is_turn
-            self._turn = self._turn_with(peer)
         if self._looks:
             self._looks.clear()
-        self.is_awaited, self.is_fresh, self.is_promised, self._has_followed = False, True, False, False
+        self.is_fresh, self.is_promised, self._has_followed = True, False, False
         self.is_one_way = False
-        self._limit, self._began, self._deadline, self._warn_at = limit, now, now + limit, now + warn_after
-        self._listen_at = now + LISTEN_EVERY
+        self._limit, self._began, self._warn_at, self._listen_at = limit, now, now + warn_after, now + LISTEN_EVERY
+        if peer is None:
+            self._turns.clear()
+            self._before = begun if self.broken is None else None  # after an error, ranks leave out calls
+            number = self.number + 1
+            # At once, as an exception may strike between two lines: the others wait for a call that is counted.
+            self.number, self.at, self.is_awaited, self._deadline = number, float(number), True, now + limit
+        else:
+            self.at = self.number + 0.5
+            self.is_awaited, self._deadline = False, now + limit
+            self._turns[peer] = self._turns.get(peer, 0) + is_turn
+            self._turn = self._turn_with(peer)
         return self.broken is None and (self.was_interrupted or now - self._ended > IDLE)
 
     def _turn_with(self, partner: int) -> Turn:
@@ -253,8 +254,7 @@ class CallProtocol:
             if heard.rank in self._seen_left:
                 return False
             self._seen_left.add(heard.rank)
-        since = report.number if report.left is None else report.left
-        return since > self.at and report.number % 1 > 0  # not in a call of all ranks
+        return _since(report) > self.at and report.number % 1 > 0  # not in a call of all ranks
 
     def _end_of(self, heard: Heard) -> Cause | None:
         """Return the loss of a peer if it had already ended, or left the group, at earlier looks.
@@ -314,10 +314,10 @@ class CallProtocol:
         return _first(self.judge(one) for one in heard if not self._has_sent_all(one))
 
     def _has_sent_all(self, heard: Heard) -> bool:
-        """True if a rank completed this call before it raised an exception, or left the group for good."""
+        """True if a rank completed this call before it gave up a later one, or left the group for good."""
         report = heard.report
         if report is None or report.kind != EXCEPTION:
-            return self._left_after(heard)
+            return self._left_after(heard) or (report is not None and _since(report) >= self.at + 1)
         return heard.has_finished and (report.left is None or report.left > self.at)
 
     def explaining(self, rank: int, is_met: bool, now: float) -> Explaining:
@@ -386,6 +386,11 @@ class CallProtocol:
     def _waited_for_me(self, circle: Sequence[Sequence[int]]) -> list[int]:
         """Return the rank that has waited for this one in a circle; none if this one has waited for it, too."""
         return [rank for rank, partner, *_ in circle if partner == self.rank and rank != self._partner]
+
+
+def _since(report: Report) -> float:
+    """Return the first call that the rank has given up since the ranks were connected."""
+    return report.number if report.left is None else report.left
 
 
 def _first(causes: Iterable[Cause | None]) -> Cause | None:

@@ -293,10 +293,18 @@ class GroupStatus(GroupProtocol):
         reports = [(peer, report) for peer in self.peers.values() if (report := peer.report()) is not None]
         return [peer for peer, one in reports if peer.is_same_group(one.entry) and one.is_about(self.number)]
 
-    def _unfinished(self, ranks: Iterable[int]) -> list[Peer]:
+    def _unfinished(self, ranks: Iterable[int], is_exact: bool = False) -> list[Peer]:
+        """Return the peers among these ranks that have yet to send data of this call.
+
+        Args:
+            ranks: The ranks for which this one waits.
+            is_exact: True if data of each of these ranks is missing: one that has ended does not send it any more,
+                whatever it has told of its calls, which an exception at the wrong moment may have counted wrongly.
+        """
         if self.peer is not None:
             return [self.peers[self.peer]]
-        return [self.peers[r] for r in ranks if r in self.peers and not self.peers[r].has_finished(self.number)]
+        peers = [self.peers[rank] for rank in ranks if rank in self.peers]
+        return [peer for peer in peers if not peer.has_finished(self.number) or (is_exact and peer.has_ended())]
 
     # Messages that others wait for.
 

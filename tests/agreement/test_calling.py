@@ -1,7 +1,10 @@
 """One call at a time in a group: a second one of the same process is an error at once, and the first stays right."""
 
+import ctypes
+import inspect
 import os
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -14,6 +17,9 @@ from groups import BACKENDS, check_works, made
 
 import easydist
 from easydist import CollectiveTimeout, DisagreementError, OverlappingCallError, ProcessState, RemoteError
+from easydist.agreement.calling import calling
+from easydist.liveness.monitor import Monitor
+from easydist.liveness.rules import CallProtocol
 from easydist.testing import distributed
 
 DEADLINE = 20.0
@@ -198,3 +204,63 @@ def test_calls_of_one_backward_pass_in_several_threads_take_turns(rank, backend)
             other.join(DEADLINE)
         assert x.grad.tolist() == [6, 6, 6]
         check_works(group, backend)
+
+
+class Struck(Exception):
+    pass
+
+
+def struck(call, line):
+    """Make a call in which an exception strikes at a line of what begins it, as that of a signal handler may."""
+    left = line
+
+    def in_function(frame, event, arg):
+        nonlocal left
+        left -= event == "line"
+        if not left:
+            sys.settrace(None)
+            raise Struck(f"{frame.f_code.co_name}, line {frame.f_lineno}")
+        return in_function
+
+    sys.settrace(lambda frame, event, arg: in_function if frame.f_code in BEGINNINGS else None)
+    try:
+        return call()
+    finally:
+        sys.settrace(None)
+
+
+def deep(call, depth):
+    """Make a call when the stack is as deep as this."""
+    return call() if depth <= 0 else deep(call, depth - 1)
+
+
+def full(call, left):
+    """Make a call when the stack has room for so many functions."""
+    return deep(call, sys.getrecursionlimit() - len(inspect.stack(0)) - left)
+
+
+BEGINNINGS = [calling._begin.__code__, Monitor.begin.__code__, CallProtocol.begin_call.__code__]
+FAILING = {"struck": (struck, range(1, 55)), "full": (full, range(8, 60))}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+@BACKENDS
+@distributed(world_size=2)
+def test_an_exception_anywhere_in_the_beginning_of_a_call_leaves_the_ranks_in_step(rank, backend, kind):
+    fails, places = FAILING[kind]
+    with made(backend) as group:
+        check_works(group, backend)
+        monitor, failures = ProcessState().communicators(group).monitor, 0
+        for place in places:
+            before, call = monitor.number, lambda place=place: easydist.gather({"place": place}, group=group)
+            try:
+                call() if rank else fails(call, place)
+            except RemoteError:
+                assert rank == 1, place
+            except (Struck, RecursionError, ctypes.ArgumentError):
+                assert rank == 0, place
+                failures += 1
+                if monitor.number == before:  # the other rank waits for this call, and hears of nothing
+                    call()
+            assert easydist.gather(rank, group=group).tolist() == [0, 1], place
+        assert failures >= (10 if rank == 0 else 0)

@@ -12,6 +12,7 @@ SCENARIOS = ["kill", "exit", "raise", "stop", "late", "interrupt", "together", "
 CASES = [(3, "shm", name) for name in SCENARIOS]
 CASES += launching.sampled([(3, "gloo", name) for name in SCENARIOS])
 CASES += [(3, "shm", "kill_first"), (3, "gloo", "kill_first"), (4, "0011", "kill_first")]
+CASES += [(3, "shm", "kill_ahead")]
 CASES += [(3, "shm", "kill_meeting"), (3, "gloo", "kill_meeting")]
 CASES += launching.sampled([(2, kind, name) for name in ("midway", "comm_midway") for kind in ("gloo", "01")], 3)
 CASES += [(2, "shm", "message_midway")]
@@ -48,7 +49,7 @@ def survivors(world_size, backend, scenario, kind):
 
 
 @pytest.mark.slow
-@cases("kill", "exit", "kill_inside")
+@cases("kill", "exit", "kill_inside", "kill_ahead")
 def test_a_process_that_ends_is_named(world_size, backend, scenario):
     rows, status = survivors(world_size, backend, scenario, "PeerLostError")
     expected, how = (3, "exit status 3") if scenario == "exit" else (-9, "killed by SIGKILL")

@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "agreement/calling.py",
+        "calling._end",
+        "if self._comms.monitor.untold is None:",
+        "if True:",
+        "tests/agreement/test_calling.py -k in_step --timeout 30",
+    ),
+    Mutant(
         "agreement/disagreement.py",
         "_lines",
         "if len(texts) <= SHOWN:",

@@ -4,6 +4,27 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "liveness/status.py",
+        "GroupStatus._unfinished",
+        "or (is_exact and peer.has_ended())",
+        "",
+        "tests/liveness/test_loss.py -k that_ends_is_named",
+    ),
+    Mutant(
+        "liveness/rules.py",
+        "CallProtocol._has_sent_all",
+        "_since(report) >= self.at + 1",
+        "False",
+        "tests/protocol/test_protocol.py -k headers_have_come",
+    ),
+    Mutant(
+        "liveness/rules.py",
+        "CallProtocol.begin_call",
+        "number, float(number), True, now + limit",
+        "number, float(number), False, now + limit",
+        "tests/agreement/test_calling.py -k in_step --timeout 30",
+    ),
+    Mutant(
         "liveness/monitor.py",
         "Monitor._found",
         "if cause is None and listens and (recovering :=",

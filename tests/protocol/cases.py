@@ -56,6 +56,21 @@ def a_call_of_two_waits_longer_for_a_rank_that_has_left(code):
         assert [cause and cause.why for cause in found] == [None] * (looks - 1) + [Why.LEFT]
 
 
+def a_report_about_a_later_call_says_nothing_of_one_whose_headers_have_come(code):
+    """A rank may complete a call and give the next one up before this rank has looked."""
+    for left, number, ends in ((None, 2.0, False), (1.0, 2.0, True), (None, 1.0, True), (None, 1.5, True)):
+        report = Report("late", "", 2, 0, 0, number, 0.0, left=left)
+        assert (_rank(code).check([Heard(2, report, True)]) is not None) == ends, (left, number)
+
+
+def an_exception_tells_the_others_as_soon_as_the_call_is_counted(code):
+    """They wait for a rank that they have not heard of."""
+    rank = _rank(code)
+    assert rank.tells_of(is_exception=True, is_shared=False)
+    rank.begin_call(0.0, 1.0, 9.0, peer=2)
+    assert not rank.tells_of(is_exception=True, is_shared=False)
+
+
 def a_rank_that_is_not_known_may_be_ahead_only_while_all_reconnect(code):
     """Its report is from the store, where another group may have left it."""
     rank, ahead = _rank(code), Report("late", "", 2, 0, 1, 9.0, 0.0, meetings=1)
@@ -245,6 +260,8 @@ CASES = {
         who_takes_the_others_number_raises_what_ends_that_call,
         an_interrupt_in_this_call_hinges_on_signals,
         a_call_of_two_waits_longer_for_a_rank_that_has_left,
+        a_report_about_a_later_call_says_nothing_of_one_whose_headers_have_come,
+        an_exception_tells_the_others_as_soon_as_the_call_is_counted,
         a_rank_that_is_not_known_may_be_ahead_only_while_all_reconnect,
         reports_of_other_hosts_are_read_if_somebody_may_have_given_up,
         a_broken_connection_waits_for_a_silent_store_only_while_a_call_has_time,

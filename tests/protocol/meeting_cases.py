@@ -91,7 +91,7 @@ def ranks_that_meet_observe_those_that_have_come(code):
     peers = {0: SimpleNamespace(rank=0), 2: SimpleNamespace(rank=2)}
     for phase, observed in ((2, [2]), (3, [0, 2])):
         monitor = SimpleNamespace(phase=phase, peers=peers, _gave_up=list)
-        monitor._unfinished = lambda awaited: [peers[rank] for rank in awaited]
+        monitor._unfinished = lambda awaited, is_exact: [peers[rank] for rank in awaited]
         monitor.hear = lambda peer, is_awaited: Heard(peer.rank)
         assert [heard.rank for heard in code.monitor.Monitor._heard(monitor, [2], True)] == observed
 

@@ -214,7 +214,7 @@ PAST = {
     ),
     "takes a rank that gave the call up, and then left, for one that has finished it": (
         "who_leaves_for_good_has_sent_what_it_had_not_given_up",
-        Mutant("rules", "return since > self.at and", "return report.number > self.at and"),
+        Mutant("rules", "return _since(report) > self.at and", "return report.number > self.at and"),
     ),
     "loses a rank that left at the first look": (
         "a_call_of_two_waits_longer_for_a_rank_that_has_left",

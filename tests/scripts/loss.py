@@ -59,7 +59,10 @@ def others_gave_up() -> None:
 def misbehave(scenario: str) -> None:
     """Misbehave on one rank, which joins the call late or never."""
     others_wait()
-    if scenario == "kill":
+    if scenario == "kill_ahead":  # as if it had come, and gone on: where an exception struck while it began a call
+        monitor = ProcessState().communicators().monitor
+        monitor._page.begin(monitor.entry, monitor._place, time.monotonic(), monitor.number + 2, None)
+    if scenario in ("kill", "kill_ahead"):
         os.kill(os.getpid(), signal.SIGKILL)
     if scenario == "exit":
         sys.exit(3)
