@@ -139,6 +139,16 @@ def test_keys_that_print_alike_have_paths_of_their_own():
     assert len(set(paths)) == 2
 
 
+def test_sets_as_keys_have_one_path_whatever_the_order_of_their_items():
+    """Their repr has the order of this process's hashes; those of 0 and 8 collide, so theirs is that of insertion."""
+    one, other = frozenset([0, 8]), frozenset([8, 0])
+    assert repr(one) != repr(other)
+    for key, same in ((one, other), ((1, one), (1, other)), (frozenset([one]), frozenset([other]))):
+        assert tree.flatten({key: 1})[1].paths == tree.flatten({same: 1})[1].paths
+    assert tree.flatten({(one,): 1})[1].paths == ["[(frozenset({0, 8}),)]"]
+    assert tree.flatten({frozenset(): 1})[1].paths == ["[frozenset()]"]
+
+
 def test_equal_keys_of_other_types_keep_paths_of_their_own():
     for key in (1, True, 1.0, 0.0, -0.0, Level.LOW, (1,), (True,)):
         assert tree.flatten({key: 1, "a": 2})[1].paths == [f"[{key!r}]", "['a']"]

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from easydist.base import torch_private
-from easydist.base.torch_private import mode_depth, mode_of, transform
+from easydist.base.torch_private import mode_depth, mode_of, tracing, transform
 
 _KINDS = {
     "FAKE": "under FakeTensorMode, where tensors have no data",
@@ -33,6 +33,8 @@ def without_data() -> str:
     """
     if transform() is not None:
         return "inside vmap or another transform of torch.func, where one tensor stands for several"
+    if tracing() is not None:
+        return "inside torch.jit.trace, which records operations on this rank's tensors, not the others' part"
     return next((text for key, text in _MODES.items() if mode_of(key) is not None), "") if mode_depth() else ""
 
 
@@ -42,7 +44,8 @@ def demand_data(operation: str) -> None:
     Raises:
         TypeError: This thread is in such a mode; the text names the operation.
     """
-    if (transform() is not None or mode_depth()) and (where := without_data()):  # few calls: every operation asks
+    # Few calls: every operation asks.
+    if (transform() is not None or mode_depth() or tracing() is not None) and (where := without_data()):
         raise refusal(operation, where)
 
 
@@ -55,10 +58,12 @@ def refusal(operation: str, where: str) -> TypeError:
 def left() -> Iterator[None]:
     """Leave these modes for the body."""
     with torch_private.transforms_left():
-        modes = [torch_private.unset_mode(key) for key in _MODES]
+        modes, trace = [torch_private.unset_mode(key) for key in _MODES], tracing()
+        torch_private.set_tracing(None)
         try:
             yield
         finally:
+            torch_private.set_tracing(trace)
             for mode in modes:
                 if mode is not None:
                     torch_private.set_mode(mode)

@@ -129,6 +129,12 @@ its tensors have no memory."""
 transforms_left = found("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", contextlib.nullcontext)
 """The context outside of these transforms. Without it: the same."""
 
+tracing = found("torch._C._get_tracing_state", lambda: None)
+"""Returns the trace of this thread if ``torch.jit.trace`` records, else None. Without it: what is sent is recorded."""
+
+set_tracing = found("torch._C._set_tracing_state", lambda state: None)
+"""Begins a trace again, or leaves it for None. Without it: the same."""
+
 mode_depth = found("torch._C._len_torch_dispatch_stack", lambda: 0)
 """Returns the number of modes of this thread that see every operation. Without it: as without ``transform``."""
 

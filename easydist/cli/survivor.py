@@ -6,6 +6,7 @@ exit status to a file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -31,11 +32,13 @@ def run(folder: str, pipe: str, command: Sequence[str]) -> int:
         0; but if this process received a signal to end, the rank's exit status.
     """
     told: list[int] = []
-    rank = subprocess.Popen(command_of(pipe, command))
+    # torchrun signals this process's group: there, the rank would get each signal twice.
+    rank = subprocess.Popen(command_of(pipe, command), start_new_session=True)
 
     def forward(number: int, frame: FrameType | None) -> None:
         told.append(number)
-        rank.send_signal(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, forward)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import warnings
 import weakref
 
 import psutil
@@ -358,6 +359,7 @@ LAYER = torch.nn.Linear(1, 1)
 FAKE = "under FakeTensorMode, where tensors have no data"
 FUNCTIONAL = "under FunctionalTensorMode, where tensors stand for others"
 RECORDED = "inside make_fx, which records operations on this rank's tensors, not the others' part"
+TRACED = "inside torch.jit.trace, which records operations on this rank's tensors, not the others' part"
 TRANSFORM = "inside vmap or another transform of torch.func, where one tensor stands for several"
 
 
@@ -381,6 +383,12 @@ def inside_make_fx(call):
     make_fx(lambda x: (call(), x)[1])(torch.ones(2))
 
 
+def inside_jit_trace(call):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.trace(lambda x: (call(), x + 1)[1], torch.ones(2), check_trace=False)
+
+
 def inside_vmap(call):
     torch.vmap(lambda row: (call(), row)[1])(torch.ones(2, 2))
 
@@ -391,6 +399,7 @@ def inside_vmap(call):
         (under_fake_tensor_mode, FAKE),
         (under_functional_tensor_mode, FUNCTIONAL),
         (inside_make_fx, RECORDED),
+        (inside_jit_trace, TRACED),
         (inside_vmap, TRANSFORM),
     ],
 )

@@ -106,8 +106,18 @@ def test_without_survivors_the_status_is_that_of_the_first_rank(tmp_path):
 
 
 @pytest.mark.slow
-def test_signals_reach_ranks_below_survivors(tmp_path):
-    text = "import os, signal\nprint('here', flush=True)\nsignal.pause()"
+def test_signals_reach_ranks_below_survivors_once(tmp_path):
+    text = """
+import signal
+found = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: found.append(number))
+print("here", flush=True)
+signal.pause()
+print([int(number) for number in found if not signal.sigtimedwait([], 1)], flush=True)  # a second one comes at once
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.raise_signal(signal.SIGTERM)
+"""
     path = script(tmp_path, text)
     process = launching.start(
         sys.executable,
@@ -122,8 +132,9 @@ def test_signals_reach_ranks_below_survivors(tmp_path):
     )
     assert process.stdout.readline() == "[rank 0] here\n"
     process.send_signal(signal.SIGTERM)
-    ((_, err),) = launching.finished(process)
+    ((out, err),) = launching.finished(process)
     assert process.returncode == 128 + signal.SIGTERM
+    assert out.splitlines()[0] == f"[rank 0] [{int(signal.SIGTERM)}]"
     assert "ended by SIGTERM" in err
 
 
