@@ -6,6 +6,7 @@ the group is being made.
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
@@ -197,8 +198,10 @@ def _guard(monitor: Monitor, ranks: Sequence[int], waited: float) -> None:
 
 @functools.cache
 def _warn(reason: str) -> None:
+    is_full = os.strerror(errno.ENOSPC) in reason
     _log.warning(
-        "easydist: %s; the ranks of this host use gloo, which is slower. In a container, give /dev/shm more room "
-        "(docker run --shm-size=1g), or set EASYDIST_SHM=0 to turn off shared memory and this warning.",
+        "easydist: %s; the ranks of this host use gloo, which is slower. %s EASYDIST_SHM=0 to turn off shared memory "
+        "and this warning.",
         reason,
+        "In a container, give /dev/shm more room (docker run --shm-size=1g), or set" if is_full else "Set",
     )

@@ -42,7 +42,7 @@ def moved(
     dim: int,
     is_one: bool = False,
 ) -> dict[int, torch.Tensor]:
-    """Move the leaves of a tree in turns, of which two are under way, so that few packed messages need memory.
+    """Move the leaves of a tree in turns, so that few packed messages need memory at the same time.
 
     Args:
         comms: The group.
@@ -58,9 +58,10 @@ def moved(
     """
     nbytes = leaves.layout.packing.lengths if uniform else smallest(shapes, leaves.layout.dtypes)
     are_copied = any(leaves.layout.free(dim)[0])
+    every = by_comm(comms, leaves.tensors, leaves.travelling(uniform), sum(nbytes))
 
     def begun() -> Iterator[tuple[Collectives, Moving]]:
-        for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(uniform), sum(nbytes)):
+        for comm, members in every:
             large = LARGE_AT_ONCE if is_one and comm.backend.shares_memory and not are_copied else LARGE
             is_cpu = comm.get_device().type == "cpu"
             buckets = in_turns(members, nbytes, large, are_copied) if is_cpu else [at_once(members, nbytes, large)]
@@ -68,14 +69,23 @@ def moved(
                 yield comm, begin(comm, bucket)
 
     results: dict[int, torch.Tensor] = {}
-    for comm, moving in ahead(begun()):
+    for comm, moving in ahead(begun(), *[comm for comm, _ in every]):
         results |= results_of(leaves, comm, *moving)
         del moving  # and its memory, before the next one begins
     return results
 
 
-def ahead(begun: Iterator[T]) -> Iterator[T]:
-    """Yield each operation after the next one has begun, so that two of them are under way."""
+def ahead(begun: Iterator[T], *comms: Collectives) -> Iterator[T]:
+    """Yield each operation after the next one has begun, so that two are under way; in shared memory, only one.
+
+    There, ranks wait for nothing but one another's copies, and moving two operations in turn takes a tenth longer.
+
+    Args:
+        begun: Begins the operations.
+        *comms: Their communicators.
+    """
+    if all(comm.backend.shares_memory for comm in comms):
+        yield from begun
     for earlier in begun:
         for later in begun:
             yield earlier

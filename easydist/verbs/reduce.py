@@ -234,13 +234,14 @@ class Reduce(TreeVerb):
         if agreed.has_payload and op is not None and agreed.call.payload:
             return None
         travelling = leaves.travelling(agreed.uniform)
+        every = by_comm(comms, leaves.tensors, travelling, leaves.layout.packing.nbytes)
         begun = (
             one
-            for comm, indices in by_comm(comms, leaves.tensors, travelling, leaves.layout.packing.nbytes)
+            for comm, indices in every
             for group in _groups(leaves.layout, indices, self._reduction)
             for one in self._begun(comm, leaves, group, op)
         )
-        return self._finished(comms, leaves, map(_waited, ahead(begun)))
+        return self._finished(comms, leaves, map(_waited, ahead(begun, *[comm for comm, _ in every])))
 
     def _begun(self, comm: Collectives, leaves: Leaves, group: _DtypeGroup, op: ReduceOp | None) -> Iterator[_Begun]:
         """Begin to reduce a group. In shared memory, large leaves are not packed, and the others in turns."""
@@ -271,7 +272,7 @@ class Reduce(TreeVerb):
         result = memory.empty([data.numel() if is_receiver else 0], kind, comm.get_device())
         outs = result.split(_CONVERTED) if is_receiver else itertools.repeat(None)
         pieces = zip(data.split(_CONVERTED), outs, strict=False)
-        work = TorchWork(_later(self._converted(comm, piece, group.dtype, op, out) for piece, out in pieces))
+        work = TorchWork(_later(comm, (self._converted(comm, piece, group.dtype, op, out) for piece, out in pieces)))
         return group._replace(is_finished=True), result, work
 
     def _converted(
@@ -402,13 +403,13 @@ def _reduce_to(comm: Collectives, flat: torch.Tensor, dst: int, op: ReduceOp) ->
     if not comm.backend.collects or not flat.is_cpu or flat.numel() <= length:
         return comm.reduce(flat, dst, op, async_op=True)
     begun = (comm.reduce(chunk, dst, op, async_op=True) for chunk in flat.split(length))
-    return TorchWork(ahead(begun))
+    return TorchWork(ahead(begun, comm))
 
 
-def _later(begun: Iterator[TorchWork]) -> Iterator[Begun]:
+def _later(comm: Collectives, begun: Iterator[TorchWork]) -> Iterator[Begun]:
     """Do as ``ahead``, but begin the first operation only when it is waited for."""
     yield ENDED
-    yield from ahead(begun)
+    yield from ahead(begun, comm)
 
 
 def _flat(leaves: Leaves, dtype: torch.dtype, members: Sequence[int]) -> torch.Tensor:
