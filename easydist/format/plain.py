@@ -13,7 +13,6 @@ from collections.abc import Iterable
 _SHORT = 1024
 """The bytes up to which a pickle of plain values is left to pickle itself: the most keys of one hash cost little."""
 
-
 _HEAD = pickle.PROTO + b"\x05"
 _BEGIN, _END = _HEAD + pickle.EMPTY_LIST + pickle.MARK, pickle.APPENDS + pickle.STOP
 
@@ -30,7 +29,8 @@ def _plain() -> re.Pattern[bytes]:
     single += pickle.MEMOIZE + pickle.APPEND + pickle.APPENDS + pickle.SETITEM + pickle.SETITEMS
     tuples = pickle.EMPTY_TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3 + pickle.TUPLE
     sizes = (pickle.BININT1, 1), (pickle.BININT2, 2), (pickle.BININT, 4), (pickle.BINFLOAT, 8)
-    every = [b"[%s]+" % re.escape(single), *[re.escape(code) + b".{%d}" % n for code, n in sizes]]
+    # Each opcode matches in one way only, so that what does not match is found out in as many steps as it has bytes.
+    every = [b"[%s]" % re.escape(single), *[re.escape(code) + b".{%d}" % n for code, n in sizes]]
     every += [_sized(code, range(128)) for code in (pickle.SHORT_BINUNICODE, pickle.SHORT_BINBYTES)]
     every += [_sized(pickle.LONG1, range(5, 10)), b"([%s])" % re.escape(tuples), b"(%s.)" % re.escape(pickle.BINGET)]
     head = re.escape(_HEAD) + b"(?:%s.{8})?" % re.escape(pickle.FRAME)

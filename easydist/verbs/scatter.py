@@ -142,7 +142,8 @@ class _Scatter(Verb[Tree]):
         leaves = agreed.call.tree
         if comms.size > 1:
             leaves = shared_leaves(comms, self.operation, self._tensor, self._source, agreed, hollow=True)
-        shapes = [share_of(shape, self._dim, comms.size, comms.rank) for shape in leaves.layout.shapes]
+        own = zip(leaves.layout.shapes, leaves.layout.free(self._dim)[0], strict=True)
+        shapes = [share_of(shape, dim, comms.size, comms.rank) for shape, dim in own]
         return leaves, moved(comms, leaves, (), True, functools.partial(self._begin, leaves, shapes), self._dim)
 
     def _begin(self, leaves: Leaves, shapes: Shapes, comm: Collectives, bucket: Bucket) -> Moving:

@@ -109,6 +109,13 @@ def test_usual_values_are_plain(value):
     assert listed(pickle.dumps(value, 5))
 
 
+@pytest.mark.parametrize("many", [b"N", b"K\x07", b"(", b"\x8c\x01a", b"N\x85", b"h\x00", b"C\x00", b"K.", b"."])
+def test_what_is_not_plain_is_found_out_at_all(many):
+    """A pattern that matches in several ways would try all of them: two to the number of opcodes."""
+    for end in (b"", b"R.", b"\xff.", b"\x8c\x7f.", b"h"):
+        assert listed(b"\x80\x05" + many * (1000 // len(many)) + end) is None
+
+
 def test_tuples_in_several_places_are_weighed():
     data = b"\x80\x05](N\x85\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(40)) + b"}h(Nse."
     assert listed(data) is None

@@ -4,6 +4,27 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "format/plain.py",
+        "_plain",
+        'every = [b"[%s]" % re.escape(single)',
+        'every = [b"[%s]+" % re.escape(single)',
+        "tests/format/test_decoding.py -k found_out_at_all --timeout 20",
+    ),
+    Mutant(
+        "format/plain.py",
+        "listed",
+        "or (found[2] and found[3])",
+        "",
+        "tests/format/test_decoding.py -k are_weighed --timeout 20",
+    ),
+    Mutant(
+        "format/plain.py",
+        "_plain",
+        "pickle.NONE + pickle.NEWTRUE",
+        "pickle.NONE + pickle.STACK_GLOBAL + pickle.REDUCE + pickle.NEWTRUE",
+        "tests/format/test_decoding.py -k restricted_decoder_agrees",
+    ),
+    Mutant(
         "format/codec.py",
         "EncodedObject._names_globals",
         "for code in _NAMING:",

@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "verbs/scatter.py",
+        "_Scatter.exchange",
+        "share_of(shape, dim, comms.size, comms.rank)",
+        "share_of(shape, self._dim, comms.size, comms.rank)",
+        "tests/verbs/test_scatter.py -k along_the_last_dim",
+    ),
+    Mutant(
         "verbs/broadcast.py",
         "_CopyTensorToDevices.validate",
         "if len(holders) != 1:",

@@ -63,6 +63,15 @@ def test_scatter_along_another_dim_in_every_dtype(rank, world_size):
         assert torch.equal(got[str(dtype)].contiguous().view(torch.uint8).flatten(), want.flatten())
 
 
+@pytest.mark.parametrize("numel", [6, 60_000])
+@distributed(world_size=(1, 2, 3))
+def test_scatter_along_the_last_dim(rank, world_size, numel):
+    tree = {"one": torch.arange(numel), "two": torch.arange(2 * numel).view(2, -1), "three": torch.ones(2, 1, numel)}
+    got = easydist.scatter(tree if rank == 0 else None, dim=-1)
+    for name, leaf in tree.items():
+        assert torch.equal(got[name], torch.tensor_split(leaf, world_size, dim=-1)[rank])
+
+
 @distributed(world_size=2)
 def test_scatter_keeps_ties(rank):
     tied = torch.arange(4)
