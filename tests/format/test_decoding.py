@@ -10,7 +10,7 @@ from types import NoneType
 import launching
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from pickles import (
     ALLOWANCE,
     BIG,
@@ -85,6 +85,8 @@ PLAIN_STEPS += [
 
 @settings(max_examples=launching.examples(1000), deadline=None)
 @given(st.lists(st.sampled_from(PLAIN_STEPS), max_size=30), st.binary(max_size=2))
+@example([b"\x8c\x02os", b"\x8c\x06system", b"\x93"], b"")
+@example([b"cos\nsystem\n"], b"")
 def test_what_is_left_to_pickle_is_plain_and_the_restricted_decoder_agrees(steps, odd):
     data = b"\x80\x05" + b"".join(steps) + odd + b"."
     if (pickled := listed(data)) is None:
