@@ -74,7 +74,11 @@ class Backend(ABC):
         """Law: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``, the same bits on every rank."""
 
     def all_gather_parts(self, parts: Sequence[Gathered]) -> Begun:
-        """Run several ``all_gather_single``, or ``all_gather_v`` of the parts of the output, as one operation."""
+        """Law: for each that of ``all_gather_single``, or of ``all_gather_v`` of the parts of its output.
+
+        Args:
+            parts: For each the output, the data of this rank, and the sizes of the parts.
+        """
         return TorchWork(
             [
                 self.all_gather_single(output, data) if sizes is None else self.all_gather_v(output.split(sizes), data)

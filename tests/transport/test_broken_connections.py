@@ -26,6 +26,7 @@ def notice(gloo, peer):
 def test_who_finds_a_connection_broken_sends_nothing_to_the_others_either(rank):
     store = dist.group.WORLD.get_group_store()
     gloo = gloo_beside(dist.group.WORLD, PrefixStore("broken", store), 30.0)
+    dist.barrier()  # a rank may be connected before the others are
     mine, parts = torch.ones(1), [torch.zeros(1) for _ in range(3)]
     if rank == 0:  # it comes after rank 2 has given up; messages to rank 1 go first
         store.wait(["has_left"])
