@@ -255,7 +255,8 @@ def on_two_nodes(path, *options, second=("-m", "easydist")):
 MEETS = """
 import easydist, os
 state = easydist.ProcessState(cpu=True)
-print(os.environ["GROUP_RANK"], easydist.gather_object([state.process_index]), flush=True)
+line = f"{os.environ['GROUP_RANK']} {easydist.gather_object([state.process_index])}\\n"
+os.write(1, line.encode())  # torchrun's ranks write each argument of print on its own, and lines of two ranks would mix
 """
 
 
