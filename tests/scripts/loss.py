@@ -69,6 +69,7 @@ def misbehave(scenario: str) -> None:
     if scenario == "raise":
         raise ValueError("bad batch")
     if scenario in ("stop", "store_stops"):
+        ProcessState().communicators().monitor.publish()  # where it was last, for other hosts: at the latest now
         os.kill(os.getpid(), signal.SIGSTOP)
     if scenario == "interrupt":
         try:
