@@ -153,8 +153,8 @@ def receiving(
     if not bucket.packed:
         return alone
     packed = _packed(comm, tensors, shapes, dims, bucket.packed)
-    results = lambda: alone.results() | packed.results()  # noqa: E731
-    return Receiving(alone.wholes + packed.wholes, [*alone.sizes, *packed.sizes], results)
+    wholes, sizes = alone.wholes + packed.wholes, [*alone.sizes, *packed.sizes]
+    return Receiving(wholes, sizes, lambda: alone.results() | packed.results())
 
 
 def _alone(

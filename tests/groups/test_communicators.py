@@ -1,5 +1,7 @@
 """Frames, time limits and hosts of a group, and which of its communicators carries which data."""
 
+import errno
+import os
 import threading
 from datetime import timedelta
 
@@ -10,7 +12,7 @@ from groups import BACKENDS, check_works, made
 import easydist
 from easydist import CollectiveTimeout, ProcessState
 from easydist.comms import Hierarchical
-from easydist.groups import known
+from easydist.groups import known, sharing
 from easydist.groups.communicators import Frames
 from easydist.shm.segment import Segment
 from easydist.testing import distributed
@@ -103,3 +105,11 @@ def test_two_threads_that_come_first_get_the_same():
         for thread in threads:
             thread.join(20)
         assert found[0] is found[1]
+
+
+@pytest.mark.parametrize(("number", "advises"), [(errno.ENOSPC, True), (errno.ENOMEM, False), (errno.EFBIG, False)])
+def test_only_where_dev_shm_is_full_the_warning_advises_to_enlarge_it(number, advises, caplog):
+    sharing._warn(f"rank 0 has no room ({OSError(number, os.strerror(number))})")
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert ("--shm-size" in said) == advises
+    assert "EASYDIST_SHM=0" in said
