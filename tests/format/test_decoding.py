@@ -80,6 +80,11 @@ PLAIN_STEPS += [
     b"\x8c\x06system",
     b"cos\nsystem\n",
     b"Vx\n",
+    b"X\x01\0\0\0.",
+    b"B\x02\0\0\0R.",
+    b"\x8c\x80" + b"a" * 127 + b".",
+    b"C\x81" + b"\x93" * 129,
+    b"X\x02\x01\0\0" + b"a" * 258,
 ]
 
 
@@ -89,7 +94,7 @@ PLAIN_STEPS += [
 @example([b"cos\nsystem\n"], b"")
 def test_what_is_left_to_pickle_is_plain_and_the_restricted_decoder_agrees(steps, odd):
     data = b"\x80\x05" + b"".join(steps) + odd + b"."
-    if (pickled := listed(data)) is None:
+    if (pickled := listed(memoryview(data))) is None:
         return
     try:
         (value,) = Strict(io.BytesIO(pickled)).load()
@@ -105,22 +110,36 @@ def test_what_is_left_to_pickle_is_plain_and_the_restricted_decoder_agrees(steps
 
 
 @pytest.mark.parametrize(
-    "value", [{"a": 1, "b": [2.5, None]}, [{"k": 1}, {"k": 2}], ("do", (1, -2), {"x": b"y"}), 2**40]
+    "value",
+    [
+        {"a": 1, "b": [2.5, None]},
+        [{"k": 1}, {"k": 2}],
+        ("do", (1, -2), {"x": b"y"}),
+        2**40,
+        {"text": "x" * 1000},
+        [b"." * n for n in (127, 128, 255, 256, 60000)],
+        ["é" * n for n in (63, 64, 127, 128, 20000)],
+    ],
 )
 def test_usual_values_are_plain(value):
-    assert listed(pickle.dumps(value, 5))
+    assert pickle.loads(listed(memoryview(pickle.dumps(value, 5)))) == [value]
 
 
-@pytest.mark.parametrize("many", [b"N", b"K\x07", b"(", b"\x8c\x01a", b"N\x85", b"h\x00", b"C\x00", b"K.", b"."])
+@pytest.mark.parametrize("value", [[1] * 600, ["x" * 1000] * 2 + [2] * 600, "x" * (1 << 16)])
+def test_what_may_take_long_is_left_to_the_restricted_decoder(value):
+    assert listed(memoryview(pickle.dumps(value, 5))) is None
+
+
+@pytest.mark.parametrize("many", [b"N", b"K\x07", b"(", b"\x8c\x01a", b"N\x85", b"h\x00", b"C\x00", b"K.", b".", b"X\0\0\0\0"])
 def test_what_is_not_plain_is_found_out_at_all(many):
     """A pattern that matches in several ways would try all of them: two to the number of opcodes."""
-    for end in (b"", b"R.", b"\xff.", b"\x8c\x7f.", b"h"):
-        assert listed(b"\x80\x05" + many * (1000 // len(many)) + end) is None
+    for end in (b"", b"R.", b"\xff.", b"\x8c\x7f.", b"h", b"X.", b"X\xff\xff\xff\xff."):
+        assert listed(memoryview(b"\x80\x05" + many * (1000 // len(many)) + end)) is None
 
 
 def test_tuples_in_several_places_are_weighed():
     data = b"\x80\x05](N\x85\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(40)) + b"}h(Nse."
-    assert listed(data) is None
+    assert listed(memoryview(data)) is None
     with pytest.raises(WireError, match="more work than its length"):
         load(memoryview(data))
 

@@ -13,9 +13,23 @@ MUTANTS = [
     Mutant(
         "format/plain.py",
         "listed",
-        "or (found[2] and found[3])",
+        "or (tuples and repeated)",
         "",
         "tests/format/test_decoding.py -k are_weighed --timeout 20",
+    ),
+    Mutant(
+        "format/plain.py",
+        "listed",
+        "left < 0 or ",
+        "",
+        "tests/format/test_decoding.py -k take_long",
+    ),
+    Mutant(
+        "format/plain.py",
+        "_after_long",
+        "first = at + 1 + width",
+        "first = at + width",
+        "tests/format/test_decoding.py -k usual_values",
     ),
     Mutant(
         "format/plain.py",
