@@ -37,7 +37,7 @@ def _plain() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
     single += pickle.MEMOIZE + pickle.APPEND + pickle.APPENDS + pickle.SETITEM + pickle.SETITEMS
     tuples = pickle.EMPTY_TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3 + pickle.TUPLE
     sizes = (pickle.BININT1, 1), (pickle.BININT2, 2), (pickle.BININT, 4), (pickle.BINFLOAT, 8)
-    # Each opcode matches in one way only, so that what does not match is found out in as many steps as it has bytes.
+    # Nothing has to follow a row, so that no other way of matching it is tried: that could take exponential time.
     every = [b"[%s]" % re.escape(single), *[re.escape(code) + b".{%d}" % n for code, n in sizes]]
     every += [_sized(code, range(128)) for code in (pickle.SHORT_BINUNICODE, pickle.SHORT_BINBYTES)]
     every += [_sized(pickle.LONG1, range(5, 10)), b"([%s])" % re.escape(tuples), b"(%s.)" % re.escape(pickle.BINGET)]

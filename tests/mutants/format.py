@@ -5,13 +5,6 @@ from mutants.planting import Mutant
 MUTANTS = [
     Mutant(
         "format/plain.py",
-        "_plain",
-        'every = [b"[%s]" % re.escape(single)',
-        'every = [b"[%s]+" % re.escape(single)',
-        "tests/format/test_decoding.py -k found_out_at_all --timeout 20",
-    ),
-    Mutant(
-        "format/plain.py",
         "listed",
         "or (tuples and repeated)",
         "",
