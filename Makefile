@@ -17,7 +17,7 @@ ranks = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick test ray notebook launchers gpu slurm stress torch-tests mutants coverage lint format docs captures bench bench-all release matrix clean
+.PHONY: help demo quick test ray notebook launchers gpu simulated slurm stress torch-tests mutants coverage lint format docs captures bench bench-all release matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ launchers: $(VENV)/.test ## run the tests that start launchers, or processes as 
 gpu: $(VENV)/.test ## run the tests that need a GPU, which may be one for all ranks, and compare with accelerate
 	$(ONE_BY_ONE) tests/gpu $(ARGS)
 	$(BIN)/python benchmarks/gpu.py
+
+simulated: $(VENV)/.test ## run those that any GPU can run on a simulated one, which c++ and ninja build in half a minute
+	SIMULATED_GPU=1 $(ONE_BY_ONE) tests/gpu $(ARGS)
 
 slurm: $(VENV)/.test ## run the tests on a SLURM cluster of this machine, as root: apt-get install slurm-wlm munge
 	$(ONE_BY_ONE) tests/slurm $(ARGS)

@@ -5,20 +5,32 @@ import os
 import warnings
 
 import pytest
+import simulated
 import torch
 import torch.distributed as dist
 
 import easydist
 from easydist import ProcessState, tree
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here")
 NEEDED = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here"),
+    needs_cuda,
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
 ]
+"""The marks of tests that need CUDA."""
 
-MIXED = "cpu:gloo,cuda:nccl"
+if simulated.IS_WANTED:
+    simulated.register()
+
+GPU, NATIVE = (simulated.NAME, simulated.NAME) if simulated.IS_WANTED else ("cuda", "nccl")
+"""The type of device, and the backend that connects such devices."""
+
+ON_ANY = NEEDED if GPU == "cuda" else [pytest.mark.gpu]
+"""The marks of tests that a simulated GPU can run, too."""
+
+MIXED = f"cpu:gloo,{GPU}:{NATIVE}"
 """The backend that ``ProcessState`` plans on a machine with a GPU."""
 
 SHARING = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -31,6 +43,8 @@ def on_groups(*groups):
 
 def share():
     """Let NCCL take this process for a host of its own: it refuses two ranks of one host on the same GPU."""
+    if GPU != "cuda":
+        return
     os.environ.update(SHARING, NCCL_HOSTID=f"process-{os.getpid()}")
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
@@ -54,7 +68,7 @@ def to_gpu(data):
 
 
 def _moved(tensor):
-    moved = tensor.detach().cuda()
+    moved = tensor.detach().to(GPU)
     kept = isinstance(tensor, torch.nn.Parameter)
     return torch.nn.Parameter(moved) if kept else moved.requires_grad_(tensor.requires_grad)
 
@@ -79,12 +93,16 @@ def outcome(call):
 
 def busy(cycles=300_000_000):
     """Keep the current stream busy for about 0.2 s."""
-    torch.cuda._sleep(cycles)
+    if GPU == "cuda":
+        torch.cuda._sleep(cycles)
 
 
 @contextlib.contextmanager
 def own_stream():
     """Run a block on a stream of its own, which does not wait for the default one, nor the other way round."""
+    if GPU != "cuda":  # it has only one
+        yield torch.accelerator.current_stream()
+        return
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         yield stream

@@ -33,7 +33,7 @@ _IN_BAND = 4096
 _COUNTS = struct.Struct("<2Q")
 """The number of buffers and the bytes of pickle."""
 
-_NAMING = pickle.STACK_GLOBAL, pickle.EXT1, pickle.EXT2, pickle.EXT4
+_NAMING = [code[0] for code in (pickle.STACK_GLOBAL, pickle.EXT1, pickle.EXT2, pickle.EXT4)]
 """The opcodes by which a pickle of protocol 5 names a global; if their bytes do not occur, it names none."""
 
 _REMEDIES = {

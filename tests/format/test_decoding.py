@@ -130,7 +130,9 @@ def test_what_may_take_long_is_left_to_the_restricted_decoder(value):
     assert listed(memoryview(pickle.dumps(value, 5))) is None
 
 
-@pytest.mark.parametrize("many", [b"N", b"K\x07", b"(", b"\x8c\x01a", b"N\x85", b"h\x00", b"C\x00", b"K.", b".", b"X\0\0\0\0"])
+@pytest.mark.parametrize(
+    "many", [b"N", b"K\x07", b"(", b"\x8c\x01a", b"N\x85", b"h\x00", b"C\x00", b"K.", b".", b"X\0\0\0\0"]
+)
 def test_what_is_not_plain_is_found_out_at_all(many):
     """A pattern that matches in several ways would try all of them: two to the number of opcodes."""
     for end in (b"", b"R.", b"\xff.", b"\x8c\x7f.", b"h", b"X.", b"X\xff\xff\xff\xff."):

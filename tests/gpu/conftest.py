@@ -23,8 +23,10 @@ def pytest_terminal_summary(terminalreporter):
                 seconds[name] += report.duration
     if not seconds:
         return
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    title = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {nccl}"
+    title = f"a simulated GPU, torch {torch.__version__}"
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        title = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {nccl}"
     table = Table("tests/gpu", "passed", "failed", "seconds", title=title)
     for name in sorted(seconds):
         table.add_row(name, *[str(counts[name, outcome]) for outcome in ("passed", "failed")], f"{seconds[name]:.1f}")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from gpus import MIXED, NEEDED, busy, on_groups, own_stream, to_cpu, use
+from gpus import GPU, MIXED, NATIVE, ON_ANY, busy, needs_cuda, on_groups, own_stream, to_cpu, use
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 from trees import assert_same
@@ -15,26 +15,26 @@ from easydist.testing import distributed
 from easydist.weights import LocalShard, Resharding, WeightPublisher, WeightReceiver, broadcast_state_dict
 from easydist.weights.shared_buffers import SharedBuffers
 
-pytestmark = NEEDED
+pytestmark = ON_ANY
 
-GROUPS = [("gloo", 2), (MIXED, 2), ("nccl", 2)]
+GROUPS = [("gloo", 2), (MIXED, 2), (NATIVE, 2)]
 
 
 def weights():
     """Return leaves on both devices that travel alone, packed and not at all."""
     return {
-        "large": torch.arange(1 << 18, device="cuda").view(512, 512).t(),
-        "small": [torch.tensor([0.5, -0.0], device="cuda", dtype=torch.bfloat16), torch.ones(2)],
-        "empty": torch.empty(0, 2, device="cuda"),
+        "large": torch.arange(1 << 18, device=GPU).view(512, 512).t(),
+        "small": [torch.tensor([0.5, -0.0], device=GPU, dtype=torch.bfloat16), torch.ones(2)],
+        "empty": torch.empty(0, 2, device=GPU),
         "number": 3,
     }
 
 
 def check_weights(got):
-    assert (got["large"].is_cuda, got["small"][0].is_cuda, got["small"][1].is_cuda) == (True, True, False)
+    assert [got["large"].device.type, *(leaf.device.type for leaf in got["small"])] == [GPU, GPU, "cpu"]
     assert torch.equal(got["large"], weights()["large"])
     assert [part.tolist() for part in got["small"]] == [[0.5, -0.0], [1, 1]]
-    assert (got["empty"].shape, got["empty"].device.type, got["number"]) == ((0, 2), "cuda", 3)
+    assert (got["empty"].shape, got["empty"].device.type, got["number"]) == ((0, 2), GPU, 3)
 
 
 def check_tensor_dicts(rank, backend):
@@ -44,7 +44,7 @@ def check_tensor_dicts(rank, backend):
     if rank == 0:
         easydist.send_tensor_dict(weights(), 1)
         easydist.send_tensor_dict(weights(), 1)
-        easydist.send_object({"x": torch.ones(2, device="cuda")}, 1)
+        easydist.send_object({"x": torch.ones(2, device=GPU)}, 1)
     else:
         check_weights(easydist.recv_tensor_dict(0))
         got = easydist.recv_tensor_dict(0, into=on_the_cpu)
@@ -63,15 +63,15 @@ def check_handles(rank, backend):
     group = GroupCoordinator([[0, 1]], 0, backend, True)
     for turn in ("waited", "polled", "dropped", "last"):
         with own_stream():
-            data = {"x": torch.full((1 << 18,), -1.0, device="cuda"), "y": torch.full((3,), -1.0, device="cuda")}
-            torch.cuda.synchronize()
+            data = {"x": torch.full((1 << 18,), -1.0, device=GPU), "y": torch.full((3,), -1.0, device=GPU)}
+            torch.accelerator.synchronize()
             busy()
             for leaf in data.values():
                 leaf.fill_(len(turn))
             if rank == 0:
                 (handle,) = group.isend_tensor_dict(data, 1)
                 del data
-                torch.full((1 << 19,), -7.0, device="cuda")
+                torch.full((1 << 19,), -7.0, device=GPU)
                 if turn != "dropped":
                     handle.wait()
             else:
@@ -86,7 +86,7 @@ def check_handles(rank, backend):
     group.destroy()
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("backend", ["gloo", NATIVE])
 def test_handles_on_streams(ranks, backend):
     ranks.run(check_handles, 2, backend=backend)
 
@@ -94,9 +94,9 @@ def test_handles_on_streams(ranks, backend):
 def state():
     """Return tensors on both devices, large and small, with several strides."""
     return {
-        "large": torch.arange(1 << 18, device="cuda").view(512, 512),
-        "strided": torch.arange(1 << 18, device="cuda").view(512, 512).t(),
-        **{str(i): torch.full((5,), float(i), device="cuda") for i in range(9)},
+        "large": torch.arange(1 << 18, device=GPU).view(512, 512),
+        "strided": torch.arange(1 << 18, device=GPU).view(512, 512).t(),
+        **{str(i): torch.full((5,), float(i), device=GPU) for i in range(9)},
         "here": torch.arange(7.0),
     }
 
@@ -106,11 +106,13 @@ def check_state(rank, backend):
     use(backend)
     wanted = {name: value.cpu() for name, value in state().items()}
     new = broadcast_state_dict(state() if rank == 0 else None, verify=True)
-    assert {name: value.is_cuda for name, value in new.items()} == {name: name != "here" for name in wanted}
+    assert {name: value.device.type for name, value in new.items()} == {
+        n: "cpu" if n == "here" else GPU for n in wanted
+    }
     pinned = broadcast_state_dict(state() if rank == 0 else None, offload_to_cpu=True, pin_memory=True)
     assert rank == 0 or all(value.is_pinned() for value in pinned.values())
     there = broadcast_state_dict(state() if rank == 0 else {name: torch.zeros_like(v) for name, v in wanted.items()})
-    back = broadcast_state_dict(wanted if rank == 0 else {n: torch.zeros_like(v).cuda() for n, v in wanted.items()})
+    back = broadcast_state_dict(wanted if rank == 0 else {n: torch.zeros_like(v).to(GPU) for n, v in wanted.items()})
     for got in (new, pinned, there, back):
         assert all(torch.equal(got[name].cpu(), value) for name, value in wanted.items())
 
@@ -120,7 +122,7 @@ def test_state_dicts(ranks, backend, world_size):
     ranks.run(check_state, world_size, backend=backend)
 
 
-def many(fill, device="cuda"):
+def many(fill, device=GPU):
     """Return tensors that do not fit into one half of the sources' buffers, of several dtypes, and one on the CPU."""
     made = {str(i): torch.full((1 << 18,), float(fill + i), device=device) for i in range(12)}
     made |= {f"small.{i}": torch.full((3, i), fill + i, device=device, dtype=torch.bfloat16) for i in range(50)}
@@ -138,9 +140,9 @@ def check_on_the_gpu(rank, world_size, way):
             patch.setenv(name, value)
         for turn in range(3):
             with own_stream():
-                torch.cuda.synchronize()
+                torch.accelerator.synchronize()
                 busy()
-                device = "cpu" if rank == world_size - 1 and turn == 2 else "cuda"
+                device = "cpu" if rank == world_size - 1 and turn == 2 else GPU
                 mine = many(turn) if rank == 0 else None if turn == 0 else many(-1, device)
                 dtype = torch.float64 if turn == 1 else None
                 got = broadcast_state_dict(mine, bucket_bytes=4 << 20, verify=turn == 2, dtype=dtype)
@@ -152,6 +154,7 @@ def check_on_the_gpu(rank, world_size, way):
     assert torch.cuda.memory_allocated() == before
 
 
+@needs_cuda
 @pytest.mark.parametrize("way", ["on", "off"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_weights_stay_on_the_gpu(ranks, world_size, way):
@@ -160,8 +163,8 @@ def test_weights_stay_on_the_gpu(ranks, world_size, way):
 
 def check_all_sources(rank):
     """Two sources hold the halves of each tensor; a third rank gets the whole."""
-    whole = {str(i): torch.arange(1 << 18, device="cuda").view(512, 512) + i for i in range(9)}
-    mesh = DeviceMesh("cuda", [0, 1])
+    whole = {str(i): torch.arange(1 << 18, device=GPU).view(512, 512) + i for i in range(9)}
+    mesh = DeviceMesh(GPU, [0, 1])
     halves = {name: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None) for name, value in whole.items()}
     with pytest.MonkeyPatch.context() as patch:
         turns, inner = [], SharedBuffers.deliver
@@ -172,6 +175,7 @@ def check_all_sources(rank):
         assert_same(to_cpu(dict(got)), to_cpu(whole))
 
 
+@needs_cuda
 def test_all_sources_share_their_buffers(ranks):
     ranks.run(check_all_sources, 3)
 
@@ -202,12 +206,12 @@ def test_streams_stay_on_the_gpu(ranks):
 
 def check_resharding(rank):
     """From two ranks on a GPU to one on the CPU and one on a GPU, through pinned memory."""
-    whole = {"w": torch.arange(1 << 18, device="cuda").view(512, 512), "b": torch.arange(9.0, device="cuda")}
+    whole = {"w": torch.arange(1 << 18, device=GPU).view(512, 512), "b": torch.arange(9.0, device=GPU)}
     held = {name: LocalShard(value[: len(value) // 2], (0,) * value.ndim, value.shape) for name, value in whole.items()}
     if rank:
         parts = {name: (value[len(value) // 2 :], len(value) // 2) for name, value in whole.items()}
         held = {name: LocalShard(part, (at, 0)[: part.ndim], whole[name].shape) for name, (part, at) in parts.items()}
-    wanted = {name: torch.zeros_like(value, device="cuda" if rank else "cpu") for name, value in whole.items()}
+    wanted = {name: torch.zeros_like(value, device=GPU if rank else "cpu") for name, value in whole.items()}
     Resharding(held, wanted).run()
     assert_same(to_cpu(wanted), to_cpu(whole))
 
@@ -227,11 +231,11 @@ def net(fill, device):
 def check_versions(rank, backend):
     """A trainer on the GPU, and receivers on the GPU and on the CPU."""
     use(backend)
-    trained = net(1, "cuda")
-    member = WeightReceiver(net(0, "cuda" if rank == 1 else "cpu")) if rank else WeightPublisher(trained)
+    trained = net(1, GPU)
+    member = WeightReceiver(net(0, GPU if rank == 1 else "cpu")) if rank else WeightPublisher(trained)
     for version in (1, 2, 3):
         with own_stream(), torch.no_grad():
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
             busy()
             for value in trained.state_dict().values():
                 value.fill_(version)

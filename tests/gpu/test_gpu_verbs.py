@@ -4,16 +4,16 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from gpus import MIXED, NEEDED, devices, on_groups, outcome, to_cpu, to_gpu, use
+from gpus import GPU, MIXED, NATIVE, ON_ANY, devices, needs_cuda, on_groups, outcome, to_cpu, to_gpu, use
 from trees import CASES, assert_same
 
 import easydist
 from easydist import tree
 from easydist.testing import distributed
 
-pytestmark = NEEDED
+pytestmark = ON_ANY
 
-GROUPS = [("gloo", 1), ("gloo", 2), (MIXED, 1), (MIXED, 2), ("nccl", 2)]
+GROUPS = [("gloo", 1), ("gloo", 2), (MIXED, 1), (MIXED, 2), (NATIVE, 2)]
 REDUCTIONS = ("sum", "mean", "max", "min")
 
 
@@ -98,10 +98,35 @@ def test_uneven_parts(ranks, backend, world_size):
     ranks.run(check_sizes, world_size, backend=backend, timeout=300)
 
 
+def check_turns(rank, world_size, backend):
+    """Leaves that travel alone, and others that are packed and travel in several turns, along each dimension."""
+    use(backend)
+    last = world_size - 1
+    rows = {"alone": torch.arange(90_000.0).view(300, 300) + rank, "bits": torch.ones(600, 300, dtype=torch.bfloat16)}
+    rows |= {str(i): torch.arange(15_000).view(30, 500) * rank + i for i in range(40)}
+    uneven = {name: value[: len(value) // 2 + 3 * rank] for name, value in rows.items()}
+    whole = {name: value.repeat(world_size, 1) for name, value in rows.items()}
+    for dim in (0, 1):
+        agree(lambda x, dim=dim: easydist.gather(x, dim=dim), rows)
+        agree(lambda x, dim=dim: easydist.gather(x, dim=dim, dst=last), rows)
+        agree(lambda x, dim=dim: easydist.scatter(x if rank == last else None, last, dim=dim), whole)
+        agree(lambda x, dim=dim: easydist.all_to_all(x, dim=dim), whole)
+    agree(lambda x: easydist.gather(x, as_list=True), uneven)
+    agree(lambda x: easydist.gather(x, dst=last), uneven)
+    agree(lambda x: easydist.broadcast(x, last), rows)
+    agree(lambda x: easydist.reduce(x, "sum"), rows)
+    agree(lambda x: easydist.reduce(x, "max", dst=last), rows)
+
+
+@on_groups(("gloo", 2), (MIXED, 2), (MIXED, 3))
+def test_leaves_travel_in_turns(ranks, backend, world_size):
+    ranks.run(check_turns, world_size, backend=backend, timeout=300)
+
+
 def check_disagreements(rank, world_size, backend):
     """Differences in dtype, shape, structure and device are the same error on all ranks, and the group goes on."""
     use(backend)
-    grid = torch.ones(2, 3, device="cuda")
+    grid = torch.ones(2, 3, device=GPU)
     for mine in (
         [grid, grid.half()][rank],
         [grid, grid.t()][rank],
@@ -116,13 +141,13 @@ def check_disagreements(rank, world_size, backend):
         assert easydist.gather(mixed)["x"].device == mixed["x"].device
         return
     for call in (easydist.gather, easydist.reduce, easydist.broadcast, easydist.all_to_all):
-        with pytest.raises(easydist.DisagreementError, match="on cuda") as raised:
+        with pytest.raises(easydist.DisagreementError, match=f"on {GPU}") as raised:
             call(mixed)
         assert "same type of device" in str(raised.value)
     assert easydist.gather(grid[:1]).shape == (2, 3)
 
 
-@on_groups(("gloo", 2), (MIXED, 2), ("nccl", 2))
+@on_groups(("gloo", 2), (MIXED, 2), (NATIVE, 2))
 def test_disagreements(ranks, backend, world_size):
     ranks.run(check_disagreements, world_size, backend=backend)
 
@@ -130,16 +155,16 @@ def test_disagreements(ranks, backend, world_size):
 def check_gradients(rank, world_size, backend):
     """Autograd's thread of the GPU exchanges gradients."""
     use(backend)
-    gpu, cpu = (torch.ones(2 + rank, device=device, requires_grad=True) for device in ("cuda", "cpu"))
+    gpu, cpu = (torch.ones(2 + rank, device=device, requires_grad=True) for device in (GPU, "cpu"))
     own = easydist.reduce(gpu.sum(), "mean")
-    assert own.is_cuda
+    assert own.device.type == GPU
     out = easydist.gather({"gpu": gpu, "cpu": cpu}, differentiable=True)
-    (own + (out["gpu"] ** 2).sum() + out["cpu"].sum().cuda()).backward()
+    (own + (out["gpu"] ** 2).sum() + out["cpu"].sum().to(GPU)).backward()
     assert gpu.grad.tolist() == [4.5] * (2 + rank)
     assert cpu.grad.tolist() == [2.0] * (2 + rank)
     for verb in (easydist.broadcast, easydist.scatter):
         (verb(None if rank else gpu, differentiable=True).sum() * 2).backward()
-    parts = torch.ones(4, device="cuda", requires_grad=True)
+    parts = torch.ones(4, device=GPU, requires_grad=True)
     (easydist.all_to_all(parts, differentiable=True) * (rank + 1)).sum().backward()
     assert parts.grad.tolist() == [1, 1, 2, 2]
 
@@ -149,26 +174,27 @@ def test_gradients(ranks, backend, world_size):
     ranks.run(check_gradients, world_size, backend=backend)
 
 
+@needs_cuda
 @distributed(world_size=2)
 def test_generators_of_the_gpu_agree(rank):
     use(MIXED)
     torch.cuda.manual_seed(rank)
     easydist.synchronize_rng_states(["cuda", "torch"])
-    drawn = torch.rand(3, device="cuda")
+    drawn = torch.rand(3, device=GPU)
     assert torch.equal(*easydist.gather(drawn).chunk(2))
     easydist.set_seed(5, device_specific=True)
-    assert not torch.equal(*easydist.gather(torch.rand(3, device="cuda")).chunk(2))
+    assert not torch.equal(*easydist.gather(torch.rand(3, device=GPU)).chunk(2))
 
 
 @distributed(world_size=2)
 def test_metrics_of_batches_on_the_gpu(rank):
     use(MIXED)
     loader = easydist.metrics.distributed_loader(torch.arange(7.0), batch_size=2)
-    seen = [easydist.gather_for_metrics(batch.cuda(), loader=loader) for batch in loader]
-    assert torch.cat(seen).is_cuda
+    seen = [easydist.gather_for_metrics(batch.to(GPU), loader=loader) for batch in loader]
+    assert torch.cat(seen).device.type == GPU
     assert torch.cat(seen).tolist() == [0, 1, 2, 3, 4, 5, 6]
     collector = easydist.MetricCollector(total=3)
-    collector.update([[2, 0], [1]][rank], logits=torch.tensor([[2.0, 0.0], [1.0]][rank], device="cuda"))
+    collector.update([[2, 0], [1]][rank], logits=torch.tensor([[2.0, 0.0], [1.0]][rank], device=GPU))
     assert collector.compute()["logits"].tolist() == [0, 1, 2]
 
 
@@ -183,8 +209,8 @@ def test_torchmetrics_on_the_gpu(rank):
     for metric in (MulticlassConfusionMatrix(3), MulticlassAUROC(3)):
         want = type(metric)(3, sync_on_compute=False)
         want.update(logits, labels)
-        metric = metric.cuda()
-        metric.update(logits[mine].cuda(), labels[mine].cuda())
+        metric = metric.to(GPU)
+        metric.update(logits[mine].to(GPU), labels[mine].to(GPU))
         value = easydist.metrics.sync_dist(metric)
-        assert value.is_cuda
+        assert value.device.type == GPU
         assert torch.allclose(value.cpu(), want.compute())
