@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 _MOST = 1024
-"""The bytes, without long text and bytes, up to which pickle may read a pickle: the most keys of one hash cost little."""
+"""The bytes, beside long text and bytes, up to which pickle may read a pickle: keys of one hash cost little then."""
 
 _LONGEST = 1 << 16
 """The bytes of all: from here on, pickle writes long text outside of its frame."""
