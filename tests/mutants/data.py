@@ -5,6 +5,13 @@ from mutants.planting import Mutant
 MUTANTS = [
     Mutant(
         "data/packing.py",
+        "_order",
+        "torch.arange(values.storage_offset(), values.storage_offset() + ",
+        "torch.arange(0, ",
+        "tests/data/test_packing.py -k memory_of_their_own",
+    ),
+    Mutant(
+        "data/packing.py",
         "Packed._parts",
         "bits[row].view(run.dtype)",
         "bits[0].view(run.dtype)",
