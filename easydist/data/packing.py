@@ -291,9 +291,9 @@ class _ByLeaf:
 
 def _order(run: _Run, values: torch.Tensor) -> torch.Tensor:
     """Return for each item, by leaf, then by row, its place in the memory of the rows."""
-    places = torch.arange(values.storage_offset(), values.storage_offset() + values.stride(0) * len(values))
-    rows = places.view(len(values), values.stride(0))[:, : values.shape[1]]
-    return torch.cat([columns.flatten() for columns in rows.split_with_sizes(run.sizes, 1)])
+    places = torch.arange(values.untyped_storage().nbytes() // values.itemsize, device=values.device)
+    rows = places.as_strided(values.shape, values.stride(), values.storage_offset())
+    return torch.cat([column.flatten() for column in rows.split_with_sizes(run.sizes, 1)])
 
 
 class Packed:

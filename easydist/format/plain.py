@@ -16,6 +16,7 @@ _MOST = 1024
 _LONGEST = 1 << 16
 """The bytes of all: from here on, pickle writes long text outside of its frame."""
 
+_STOP = pickle.STOP[0]
 _HEAD = pickle.PROTO + b"\x05"
 _BEGIN, _END = _HEAD + pickle.EMPTY_LIST + pickle.MARK, pickle.APPENDS + pickle.STOP
 _WIDTHS = {pickle.SHORT_BINUNICODE[0]: 1, pickle.SHORT_BINBYTES[0]: 1, pickle.BINUNICODE[0]: 4, pickle.BINBYTES[0]: 4}
@@ -79,7 +80,7 @@ def listed(data: memoryview) -> bytes | None:
         # A tuple in several places may take long: hashing it hashes all of its items again, at every level.
         if left < 0 or (tuples and repeated) or at == len(data):
             return None
-        if data[at:] == pickle.STOP:
+        if data[at] == _STOP and at + 1 == len(data):
             return _BEGIN + data[start:at] + _END
         found = further.match(data, _after_long(data, at))
     return None

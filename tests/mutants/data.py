@@ -6,8 +6,8 @@ MUTANTS = [
     Mutant(
         "data/packing.py",
         "_order",
-        "torch.arange(values.storage_offset(), values.storage_offset() + ",
-        "torch.arange(0, ",
+        ", values.storage_offset())",
+        ", 0)",
         "tests/data/test_packing.py -k memory_of_their_own",
     ),
     Mutant(
