@@ -4,12 +4,12 @@ from datetime import timedelta
 
 import pytest
 import torch
-from gpus import NEEDED, busy, own_stream, share
+from gpus import GPU, ON_ANY, busy, needs_cuda, own_stream, share
 
 from easydist.comms import ReduceOp, new_comm
 from easydist.testing import check_comm, distributed
 
-pytestmark = NEEDED
+pytestmark = ON_ANY
 
 
 class Staged:
@@ -71,15 +71,15 @@ def there(value, pairs):
     if not isinstance(value, torch.Tensor) or value.is_meta:
         return value
     if 0 in value.stride() and value.numel() > 1:  # elements that share memory
-        return torch.zeros(1, device="cuda", dtype=value.dtype).expand(value.shape)
-    gpu = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda").copy_(value)
+        return torch.zeros(1, device=GPU, dtype=value.dtype).expand(value.shape)
+    gpu = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=GPU).copy_(value)
     pairs.append((value, gpu))
     return gpu
 
 
 def nccl(name="gpu", **options):
     share()
-    return new_comm("nccl", torch.device("cuda"), name, timeout=timedelta(seconds=60), **options)
+    return new_comm("nccl", torch.device(GPU), name, timeout=timedelta(seconds=60), **options)
 
 
 def staged(rank, world_size):
@@ -98,6 +98,7 @@ def test_communicators_over_nccl_pass_the_battery(make, world_size):
     check_comm(make, [world_size])
 
 
+@needs_cuda
 @distributed(world_size=2)
 def test_results_are_there_on_whichever_stream_waits(rank):
     comm = nccl()
@@ -123,6 +124,7 @@ def test_results_are_there_on_whichever_stream_waits(rank):
     comm.finalize()
 
 
+@needs_cuda
 @distributed(world_size=2)
 def test_synchronous_operations_do_not_block_the_cpu(rank):
     comm = nccl()
@@ -141,20 +143,21 @@ def test_synchronous_operations_do_not_block_the_cpu(rank):
 @distributed(world_size=2)
 def test_tensors_elsewhere_and_windows_are_refused(rank):
     comm = nccl()
-    with pytest.raises(RuntimeError, match="cuda"):
+    with pytest.raises(RuntimeError, match=GPU):
         comm.all_reduce(torch.ones(1), ReduceOp.SUM, async_op=False)
     with pytest.raises(RuntimeError, match="cpu"):
-        comm.all_gather_single(torch.ones(2, device="cuda"), torch.ones(1), async_op=False)
-    total = torch.ones(1, device="cuda")
+        comm.all_gather_single(torch.ones(2, device=GPU), torch.ones(1), async_op=False)
+    total = torch.ones(1, device=GPU)
     comm.all_reduce(total, ReduceOp.SUM, async_op=False)
     assert total.item() == 2
     with pytest.raises(RuntimeError, match="CPU"):
-        new_comm("shm", torch.device("cuda"), "elsewhere", timeout=timedelta(seconds=20))
+        new_comm("shm", torch.device(GPU), "elsewhere", timeout=timedelta(seconds=20))
     with pytest.raises(RuntimeError, match="CPU"):
-        new_comm("gloo", torch.device("cuda"), "elsewhere too", timeout=timedelta(seconds=20))
+        new_comm("gloo", torch.device(GPU), "elsewhere too", timeout=timedelta(seconds=20))
     comm.finalize()
 
 
+@needs_cuda
 @distributed(world_size=2)
 def test_a_graph_replays_the_communicators_operations(rank):
     comm = nccl()

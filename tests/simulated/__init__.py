@@ -15,6 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from easydist.comms import making
+from easydist.transport.backends.native import Native
+
 NAME = "simulated"
 """The name of the type of device, and of the backend that connects such devices."""
 
@@ -38,6 +41,15 @@ def register():
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _device_module())
     dist.Backend.register_backend(NAME, module.collectives, devices=[NAME])
+    making._nccl = lambda endpoint, *_: _backend(module.collectives, endpoint)  # what new_comm("nccl", …) makes
+
+
+def _backend(collectives, endpoint):
+    """Return the backend of a communicator."""
+    device, told = torch.device(NAME, 0), (endpoint.store, endpoint.rank, endpoint.size)
+    group = dist.ProcessGroup(*told)
+    group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, collectives(*told, endpoint.timeout))
+    return Native(group, device, NAME)
 
 
 def _built():
