@@ -339,7 +339,11 @@ class Collectives final : public c10d::Backend {
       is_over_ = true;
     }
     changed_.notify_all();
-    thread_.detach();
+    std::optional<pybind11::gil_scoped_release> released;
+    if (PyGILState_Check()) {
+      released.emplace();
+    }
+    thread_.join();
   }
 
   const std::string getBackendName() const override {
