@@ -172,14 +172,16 @@ class PointToPoint(Members):
         """Send a tree as ``send_tensor_dict`` does, without waiting.
 
         Returns:
-            One handle; none in a group of one rank, which sends nothing. ``wait()`` returns when the receiver has
-            received the tree, and raises what ``send_tensor_dict`` would; a second ``wait()`` does the same at once. A
-            handle may be dropped. Do not change tensors of 256 KiB and more before they have arrived.
+            Two handles, each for the whole tree; none in a group of one rank, which sends nothing. ``wait()`` returns
+            when the receiver has received the tree, and raises what ``send_tensor_dict`` would; a second ``wait()``
+            does the same at once. Handles may be dropped. Do not change tensors of 256 KiB and more before they have
+            arrived.
         """
         name = "isend_tensor_dict"
         if self._is_without_peers(name, "dst", dst):
             return []
-        return [self._send_tree(name, tensor_dict, dst, all_gather_group, all_gather_tensors, waits=False)]
+        # vLLM's first handle is the structure's: its workers wait for handles[1:] before they overwrite the tensors.
+        return [self._send_tree(name, tensor_dict, dst, all_gather_group, all_gather_tensors, waits=False)] * 2
 
     @eager
     def recv_tensor_dict(

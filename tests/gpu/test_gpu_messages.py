@@ -69,7 +69,7 @@ def check_handles(rank, backend):
             for leaf in data.values():
                 leaf.fill_(len(turn))
             if rank == 0:
-                (handle,) = group.isend_tensor_dict(data, 1)
+                handle, _ = group.isend_tensor_dict(data, 1)
                 del data
                 torch.full((1 << 19,), -7.0, device=GPU)
                 if turn != "dropped":

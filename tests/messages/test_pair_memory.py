@@ -156,7 +156,7 @@ def posted(rank, group, sizes, name):
         told(name, rank)
         for i, size in enumerate(sizes):
             assert torch.equal(group.recv_tensor_dict()["x"], torch.arange(size) + (1 - rank) + i)
-        for [handle] in handles:
+        for handle, _ in handles:
             handle.wait()
     return [isinstance(carrier, Shm) for kind, carrier in operations if kind == "recv" and carrier is not None]
 
@@ -201,7 +201,7 @@ def test_posted_data_of_a_refused_message_is_dropped(rank):
         for number in range(4):
             data = torch.arange(40_000) + number
             if rank == 0:
-                [handle] = group.isend_tensor_dict({"x": data})
+                handle, _ = group.isend_tensor_dict({"x": data})
             if number == 2:
                 with pytest.raises(DisagreementError):
                     group.recv_object(0) if rank else handle.wait()

@@ -62,8 +62,8 @@ def test_handles_are_waited_for_twice_or_dropped(rank):
     with made(rank, 2) as group:
         data = {"x": torch.arange(LARGE), "y": torch.ones(3), "n": 5}
         if rank == 0:
-            (handle,) = group.isend_tensor_dict(data)
-            (second,) = group.isend_tensor_dict({"small": 1})
+            handle, _ = group.isend_tensor_dict(data)
+            second, _ = group.isend_tensor_dict({"small": 1})
             second.wait()
             for _ in range(3):
                 handle.wait()
@@ -86,6 +86,23 @@ def test_handles_are_waited_for_twice_or_dropped(rank):
 
 
 @distributed(world_size=2)
+def test_tensors_may_be_overwritten_after_all_handles_but_the_first(rank):
+    """vLLM's workers wait for ``handles[1:]``, as the first one is that of the structure there."""
+    with made(rank, 2) as group:
+        for step in range(5):
+            if rank == 0:
+                hidden = torch.full((LARGE,), step)
+                for handle in group.isend_tensor_dict({"hidden": hidden})[1:]:
+                    handle.wait()
+                hidden.fill_(-1)
+            else:
+                tree, handles, after = group.irecv_tensor_dict()
+                for finish in [*(handle.wait for handle in handles), *after]:
+                    finish()
+                assert tree["hidden"].unique().tolist() == [step]
+
+
+@distributed(world_size=2)
 def test_a_handle_from_before_the_ranks_connected_again_says_so(rank):
     with over_memory(rank) as group:  # over gloo the small one may have arrived
         handles = [group.isend_tensor_dict({"x": torch.ones(n)})[0] for n in (3, LARGE)] if rank == 0 else []
@@ -105,7 +122,7 @@ def test_a_handle_from_before_the_ranks_connected_again_says_so(rank):
 def test_a_message_that_had_arrived_before_the_ranks_connected_again_has_arrived(rank):
     with made(rank, 2) as group:
         if rank == 0:
-            (handle,) = group.isend_tensor_dict({"x": torch.ones(LARGE)})
+            handle, _ = group.isend_tensor_dict({"x": torch.ones(LARGE)})
             group.send_tensor_dict({"x": torch.ones(3)})
         else:
             tree, (handle,), _ = group.irecv_tensor_dict()
@@ -124,7 +141,7 @@ def test_a_refusal_that_nobody_read_before_the_ranks_connected_again_is_not_wait
     """Its text went with the connection, unless it came by gloo."""
     with made(rank, 2) as group:
         if rank == 0:
-            (handle,) = group.isend_tensor_dict({"x": torch.ones(3)})
+            handle, _ = group.isend_tensor_dict({"x": torch.ones(3)})
         else:
             with pytest.raises(DisagreementError):
                 group.recv_object(0)
@@ -147,7 +164,7 @@ def test_refusals_of_dropped_messages_are_not_those_of_others(rank):
         if rank == 0:
             for step in range(5):
                 group.isend_tensor_dict({"step": step})
-            (handle,) = group.isend_tensor_dict({"x": torch.ones(LARGE)})
+            handle, _ = group.isend_tensor_dict({"x": torch.ones(LARGE)})
             assert text_of(handle.wait).startswith("DisagreementError: recv: rank 0 called send_tensor_dict")
         else:
             for call in calls:
@@ -169,7 +186,7 @@ def test_a_hundred_dropped_handles_keep_nothing(rank):
                 got = group.recv_tensor_dict()
                 assert (got["step"], got["x"][-1]) == (step, step)
         if rank == 0:
-            (last,) = group.isend_tensor_dict({})
+            last, _ = group.isend_tensor_dict({})
             last.is_completed()  # from now on the thread that waits for dropped ones waits for it, too
             last.wait()
             gc.collect()
@@ -197,7 +214,7 @@ if rank:
     group.recv_tensor_dict(0)
     os._exit(3)
 group.send_tensor_dict({"x": 1}, 1)
-(handle,) = group.isend_tensor_dict({"x": 2}, 1)
+handle, _ = group.isend_tensor_dict({"x": 2}, 1)
 while not handle.is_completed():
     time.sleep(0.01)
 try:

@@ -264,7 +264,7 @@ def test_shares_of_a_tensor_are_sent_and_gathered(rank):
         for terms, sent in itertools.product(({}, asked), (data, flat)):
             if rank < 2:
                 pp.send_tensor_dict(sent, all_gather_group=tp, all_gather_tensors=terms)
-                (handle,) = pp.isend_tensor_dict(sent, all_gather_group=tp, all_gather_tensors=terms)
+                handle, _ = pp.isend_tensor_dict(sent, all_gather_group=tp, all_gather_tensors=terms)
                 handle.wait()
                 continue
             got = pp.recv_tensor_dict(all_gather_group=tp, all_gather_tensors=terms)
