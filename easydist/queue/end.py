@@ -66,6 +66,14 @@ class Handle:
     writer: bytes = field(repr=False)
     weights_only: bool
 
+    @property
+    def remote_subscribe_addr(self) -> str | None:
+        """The address for readers on other hosts; None if all are on the writer's. vLLM's executor asks for it."""
+        if self.address is None or self.n_reader == len(self.local_reader_ranks):
+            return None
+        host, port = self.address
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
     def plain(self) -> tuple[Any, ...]:
         """Return the handle as plain data, which every decoder accepts. ``Handle(*plain)`` restores it."""
         return tuple(vars(self).values())

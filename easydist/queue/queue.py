@@ -54,6 +54,7 @@ class MessageQueue:
             pieces while they are read. Memory is allocated as it is needed.
         max_chunks: The number of messages that can wait in the queue.
         connect_ip: The address at which other hosts reach this one; None detects it.
+        enable_shm_tensor_arena: Accepted as in vLLM, and ignored: tensors are never pickled.
         weights_only: Decode with the restricted decoder, and refuse in ``enqueue`` objects that it would refuse.
 
     Raises:
@@ -73,6 +74,7 @@ class MessageQueue:
         max_chunk_bytes: int = 1024 * 1024 * 24,
         max_chunks: int = 10,
         connect_ip: str | None = None,
+        enable_shm_tensor_arena: bool = False,
         *,
         weights_only: bool = True,
     ) -> None:

@@ -25,7 +25,6 @@ SOURCES = [source for source in MODULES.values() if source]
 LEFT_OUT = {
     "GroupCoordinator._reap_completed_isends",  # ours keep themselves alive
     "GroupCoordinator._should_use_all_gather",
-    "MessageQueue.__init__",  # made by create_from_process_group; ours is told who reads
     "MessageQueue.acquire_read",  # views of its ring
     "MessageQueue.acquire_write",
     "MessageQueue.recv",  # from a socket of its own
@@ -132,6 +131,8 @@ def test_functions_have_vllms_parameters_in_their_order_with_their_defaults(sour
         mine, theirs = ours(own), told(function)
         if name == "init_distributed_environment":
             theirs = [(n, "None" if n == "backend" else default) for n, default in theirs]  # there nccl, always
+        if name == "MessageQueue.__init__":
+            theirs = [(n, "25165824" if default == "1024 * 1024 * 24" else default) for n, default in theirs]
         if name == "GroupCoordinator.dispatch":
             continue  # it takes both forms of vLLM, see Experts
         if mine[: len(theirs)] != theirs:

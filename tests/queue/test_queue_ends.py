@@ -261,3 +261,15 @@ def test_one_reader_for_every_rank(rank, world_size):
     dist.barrier()
     for end in (*readers, queue):
         end.close()
+
+
+def test_queues_of_vllms_executor():
+    """It names its arena, asks whether a handle is for other hosts, and reads there as rank -1."""
+    with MessageQueue(2, 2, connect_ip="127.0.0.1", enable_shm_tensor_arena=True) as local:
+        assert local.export_handle().remote_subscribe_addr is None
+    with MessageQueue(1, 0, connect_ip="127.0.0.1") as writer:
+        handle = writer.export_handle()
+        assert handle.remote_subscribe_addr == f"tcp://127.0.0.1:{handle.address[1]}"
+        with MessageQueue.create_from_handle(handle, -1) as reader:
+            writer.enqueue({"method": "execute_model"}, SOON)
+            assert reader.dequeue(SOON) == {"method": "execute_model"}
