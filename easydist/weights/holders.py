@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+from easydist import memory
 from easydist.agreement.agree import agree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
@@ -127,6 +128,12 @@ class Holder:
         return False
 
 
+class _KeptTarget(Target):
+    """A target in memory that receives later versions, too, which may come in another mode or thread."""
+
+    allocate = memory.kept(Target.allocate)
+
+
 class Publish(BroadcastWeights):
     """The transfer of one version to all members that have an earlier one.
 
@@ -193,7 +200,7 @@ class Publish(BroadcastWeights):
         self._manifest = manifest
         if self._streams:
             return StreamTarget(manifest)
-        return Target(self._holder.room(manifest), manifest, self._received)
+        return _KeptTarget(self._holder.room(manifest), manifest, self._received)
 
     def notes(self) -> Mapping[str, Any]:
         """Return the version's number and, if not all entries travel, the number before and the names of those that do.

@@ -10,11 +10,13 @@ import asyncio
 import functools
 import weakref
 from collections.abc import Generator, Mapping, MutableMapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from easydist import memory
 from easydist.agreement.runner import run, stream
 from easydist.base.arguments import UNSET, hiding
 from easydist.data.leaves import Leaves
@@ -277,18 +279,30 @@ class WeightReceiver(Member):
         if self._swaps:
             self.state, self._spare = (None, {}) if self.streams else (self._spare, self.state or {})
             self._layout, self._spare_layout = self._spare_layout, self._layout
-        elif isinstance(self.state, nn.Module):
-            self.state.load_state_dict(arrived, strict=self._stale is None)
-            self._stale = set()
         else:
-            if not self.state:
-                self.state.update(_room_like(arrived))
-            _copy(self.state, arrived)
+            with _mode_of(self.state):
+                self._store(arrived)
             self._stale = set()
         self.arrived = None
         super().use(version)
 
+    def _store(self, arrived: Mapping[str, Any]) -> None:
+        """Copy entries that have arrived into the module or dict."""
+        if isinstance(self.state, nn.Module):
+            self.state.load_state_dict(arrived, strict=self._stale is None)
+            return
+        if not self.state:
+            self.state.update(_room_like(arrived))
+        _copy(self.state, arrived)
 
+
+def _mode_of(state: Any) -> AbstractContextManager[None]:
+    """Return the mode in which these weights can be written: those made in inference mode only there."""
+    tensors = map(local, filter(is_tensor, state_of(state).values()))
+    return torch.inference_mode() if any(map(torch.Tensor.is_inference, tensors)) else nullcontext()
+
+
+@memory.kept
 def _room_like(state: Mapping[str, Any]) -> dict[str, Any]:
     """Allocate memory like that of a state dict. Tied entries stay tied."""
     made: dict[Any, Any] = {}

@@ -296,6 +296,28 @@ def test_an_asyncio_program_goes_on_while_a_version_comes(rank):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["module", "dict", "state"])
+@distributed(world_size=2)
+def test_an_engine_in_inference_mode_receives_in_a_thread(kind, rank):
+    """The mode belongs to a thread, so memory that was made in it could not be written in another thread."""
+    if rank == 0:
+        member = WeightPublisher(trained := state(0))
+        for fill in (1, 2, 3, 4):
+            for value in trained.values():
+                value.fill_(fill)
+            member.publish(changed=["0.weight", "1.num_batches_tracked"] if fill == 4 else None)
+        return
+    with torch.inference_mode():
+        member = WeightReceiver(mine := {"module": net(0), "dict": state(0), "state": None}[kind])
+        assert member.receive() == 1
+        assert asyncio.run(member.areceive()) == 2
+    assert member.receive() == 3
+    assert member.receive() == 4
+    got = dict(mine.state_dict()) if kind == "module" else member.state
+    assert_same(got, {**state(3), **{name: state(4)[name] for name in ("0.weight", "1.num_batches_tracked")}})
+
+
+@pytest.mark.slow
 @distributed(world_size=3)
 def test_an_engine_serves_while_regroup_brings_a_version(rank):
     pair, mine = dist.new_group([0, 1]), [None, None, net(0)][rank]
