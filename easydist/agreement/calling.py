@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
 import functools
 import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +28,7 @@ from easydist.typing import Timeout
 
 _NO_SIGNALS: contextlib.AbstractContextManager[bool | None] = contextlib.nullcontext()
 _CALL = "call"
+R = TypeVar("R")
 
 
 class calling:  # noqa: N801 - a context manager, read as a phrase
@@ -221,11 +226,23 @@ def in_seconds(timeout: Timeout, operation: str) -> float:
 
 def site() -> str:
     """Return the file and line of the first caller outside of easydist and the folders that count as inside."""
+    if (given := _given.get()) is not None:
+        return given
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_inside):
         frame = frame.f_back
     return _site_text(frame.f_code.co_filename, frame.f_lineno)
 
+
+async def in_thread(function: Callable[[], R]) -> R:
+    """Call a function in a thread, as ``asyncio.to_thread`` does. The site of its calls is the line that awaits."""
+    context = contextvars.copy_context()
+    context.run(_given.set, site())
+    return await asyncio.get_running_loop().run_in_executor(None, context.run, function)
+
+
+_given: contextvars.ContextVar[str | None] = contextvars.ContextVar("site", default=None)
+"""The site of calls in a thread whose stack does not show it."""
 
 _inside: tuple[str, ...] = (os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__, logging.__file__)
 

@@ -6,7 +6,6 @@ confirmed that it has all of it. So a member lost at any moment leaves the other
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import weakref
 from collections.abc import Generator, Mapping, MutableMapping, Sequence, Set
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from easydist import memory
+from easydist.agreement.calling import in_thread
 from easydist.agreement.runner import run, stream
 from easydist.base.arguments import UNSET, hiding
 from easydist.data.leaves import Leaves
@@ -194,7 +194,7 @@ class WeightReceiver(Member):
         on, so the version may still arrive: ``arrived`` is then its number, and the next call commits it first.
         """
         self._commit_held()
-        await asyncio.to_thread(self.arrive, timeout=timeout)
+        await in_thread(functools.partial(self.arrive, timeout=timeout))
         return self.commit()
 
     async def aregroup(
@@ -206,8 +206,9 @@ class WeightReceiver(Member):
         load: Load | None = None,
     ) -> int:
         """Do as ``regroup`` without blocking the event loop, and commit in it, as ``areceive`` does."""
-        call = functools.partial(self.regroup, group_src=group_src, load=load, commit=False)
-        version = await asyncio.to_thread(call, group, src)
+        version = await in_thread(
+            functools.partial(self.regroup, group, src, group_src=group_src, load=load, commit=False)
+        )
         self._commit_held()
         return version
 

@@ -295,6 +295,17 @@ def test_an_asyncio_program_goes_on_while_a_version_comes(rank):
     assert all(len(values) == 1 for values in seen), seen  # never a mixture
 
 
+@distributed(world_size=2)
+def test_an_error_names_the_line_that_awaits(rank):
+    """The stack of the thread in which the version arrives begins in the standard library."""
+
+    async def update():
+        await WeightReceiver().areceive()
+
+    with pytest.raises(DisagreementError, match=r"rank 1: +publish.* at tests/weights/test_versions.py:\d+"):
+        easydist.gather(1) if rank == 0 else asyncio.run(update())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["module", "dict", "state"])
 @distributed(world_size=2)
