@@ -406,7 +406,8 @@ class GroupStatus(GroupProtocol):
         if not peer.pid:
             is_silent = how not in ("", texts.BROKE)  # its host may never have come
             what = how.removeprefix(": ") if is_silent else "it left before the ranks had connected"
-        error = PeerLostError(texts.lost(self.operation, f"rank {peer.rank}", what, self._last_seen(peer)))
+        rows = self._last_seen(peer)
+        error = PeerLostError(texts.lost(self.operation, f"rank {peer.rank}", what, rows, self.advice.lost))
         error.rank, error.pid, error.host, error.exit_status = peer.rank, peer.pid, peer.host, status
         return error
 

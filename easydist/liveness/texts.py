@@ -49,11 +49,13 @@ class Advice(NamedTuple):
         late: The advice after a timeout.
         failed: The advice after a rank has failed or was interrupted before the end of a call.
         recovered: What to do with the group after ``recover`` of another one, in which a rank was instead.
+        lost: The advice after a rank was lost.
     """
 
     late: str
     failed: str
     recovered: str
+    lost: str = LOST
 
 
 RECONNECTS = Advice(

@@ -27,10 +27,15 @@ from easydist.transport.comm import Collectives
 _ABANDONED = "abandoned"
 """The key that is set once a member has given up waiting for others."""
 
+_LOST = (
+    "The group cannot continue without it. Replace the process, and make the group again: call create_group in the "
+    "driver, or init_group on all members."
+)
 _ADVICE = texts.Advice(
     "Each member has to call init_group with its rank; a process that has ended has to be replaced first.",
     "Make the group again on all members.",
     "make this group again on all members",
+    _LOST,
 )
 
 CONNECT = 5.0
@@ -93,6 +98,7 @@ class PrivateGroup:
             self._group = gloo_group(rendezvous.store, rank, size, own, limit, monitor, rendezvous.check, hostname=host)
         self.comm = Collectives(Gloo(self._group, torch.device("cpu"), "gloo"), name)
         self._communicators = Communicators(self.comm, self._group)
+        self._communicators.monitor.advice = texts.RECONNECTS._replace(lost=_LOST)
         self.comm.communicators = self._communicators
 
     def close(self) -> None:

@@ -65,6 +65,8 @@ def test_a_lost_actor_is_named_and_replaced(actors, when):
     for kind, text in ray.get([refs[0], refs[2]], timeout=within(60)):
         assert kind == "PeerLostError"
         assert "rank 1 is lost" in text
+        assert "call create_group in the driver" in text  # recover() is for groups of torch
+        assert "recover()" not in text
     with pytest.raises(PeerLostError, match="the actor of rank 1 has died") as caught:
         easydist.ray.create_group(group, "mortals", timeout=within(60))
     assert caught.value.rank == 1
