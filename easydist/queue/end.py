@@ -149,7 +149,7 @@ class End:
 
     def _check(self) -> None:
         if self._over:
-            raise RuntimeError(self._over)
+            raise _ending(self._over)
 
     def _until(
         self, look: Callable[[], bool], until: float | None, late: Callable[[], str], patient: bool = False
@@ -175,7 +175,7 @@ class End:
             pause = _PAUSE
             keepalive.end_unreachable()
             if self._is_cancelled:
-                raise RuntimeError("cancelled")
+                raise _ending("cancelled")
             if (fault := self._fault()) is not None:
                 if look():  # it came at the last moment
                     return
@@ -228,6 +228,12 @@ class End:
         if not self._over:
             self._over = _FOREIGN
             self._abandon()
+
+
+def _ending(text: str) -> BaseException:
+    """Return the error of an end that is closed; for a daemon thread at the process's exit, one without a traceback."""
+    exits = threading.current_thread().daemon and not threading.main_thread().is_alive()
+    return SystemExit(text) if exits else RuntimeError(text)
 
 
 def lost(peer: Peer, who: str, how: str = "") -> PeerLostError:

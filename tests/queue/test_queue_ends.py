@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import time
 import warnings
 
@@ -198,6 +199,31 @@ def test_reader_hears_that_the_writer_has_closed():
         assert pipe.recv()[0] == "EOFError"
         process.join()
         assert process.exitcode == 0
+
+
+LEAVING = """
+import threading
+from easydist.queue import MessageQueue
+writer = MessageQueue(1, {n_local})
+reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+has_come = threading.Event()
+def serve():
+    while True:
+        reader.dequeue()
+        has_come.set()
+threading.Thread(target=serve, daemon=True).start()
+writer.enqueue(1)
+has_come.wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_local", [1, 0])
+def test_a_daemon_thread_that_waits_at_the_exit_prints_nothing(n_local):
+    process = launching.start(sys.executable, "-c", LEAVING.format(n_local=n_local))
+    (told,) = launching.finished(process)
+    assert process.returncode == 0, told
+    assert "Traceback" not in str(told)
 
 
 def test_nobody_comes():
