@@ -6,7 +6,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -39,6 +39,23 @@ class _File:
         file: IO[bytes] = tempfile.TemporaryFile(prefix="easydist-", dir=folder, buffering=0)  # noqa: SIM115
         weakref.finalize(self, file.close)
         self.opened = file
+        self._mapped: Callable[[], mmap.mmap | None] = _nothing
+
+    def mapped(self, stop: int) -> mmap.mmap:
+        """Return the memory of the file, at least up to ``stop``.
+
+        It is that of an earlier call as long as anything refers to it: each mapping takes a file descriptor (in Python
+        3.12 and older), so one for each tree would soon be too many.
+        """
+        memory = self._mapped()
+        if memory is None or len(memory) < stop:
+            memory = mmap.mmap(self.opened.fileno(), 0, access=mmap.ACCESS_COPY)  # 0: all of it
+            self._mapped = weakref.ref(memory)
+        return memory
+
+
+def _nothing() -> None:
+    return None
 
 
 class Spooled(NamedTuple):
@@ -50,7 +67,8 @@ class Spooled(NamedTuple):
 
     def read(self) -> Tree:
         """Return the tree. It is mapped, not read, so its pages are loaded when they are used."""
-        memory = mmap.mmap(self.file.opened.fileno(), self.nbytes, access=mmap.ACCESS_COPY, offset=self.start)
+        stop = self.start + self.nbytes
+        memory = memoryview(self.file.mapped(stop))[self.start : stop]
         return tree_in(memory, header.decode(memory))[0]
 
 

@@ -337,6 +337,20 @@ def test_files_take_what_is_above_the_limit_and_end_with_the_collector(tmp_path)
     assert not nameless_files(tmp_path)
 
 
+@pytest.mark.slow
+def test_rows_in_a_file_take_one_descriptor(tmp_path):
+    collector = MetricCollector(spill_nbytes=0, directory=tmp_path)
+    for i in range(20):
+        collector.update([i], x=torch.full((1, 1 << 18), float(i)))
+    before = len(os.listdir("/proc/self/fd"))
+    state = collector.state_dict()
+    assert len(os.listdir("/proc/self/fd")) - before <= 1
+    assert [block["leaves"][0][0, 7].item() for block in state["blocks"]] == [*range(20)]
+    collector.update([20], x=torch.full((1, 1 << 18), 20.0))  # the file is longer than its first mapping
+    assert collector.state_dict()["blocks"][20]["leaves"][0][0, 7].item() == 20
+    assert collector.compute()["x"][:, 7].tolist() == [*range(21)]
+
+
 KILLED = """
 import os, signal, sys, torch
 from easydist import MetricCollector
