@@ -25,6 +25,7 @@ from easydist import settings
 from easydist.cli import on_ray, on_slurm, options, rank, survivor
 from easydist.cli.failures import report
 from easydist.cli.home import PIPE, home
+from easydist.cli.lines import show_whole_lines
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SECONDS = 5.0
@@ -123,6 +124,7 @@ def _of_survivors(folder: str) -> int:
 
 def _prepare() -> None:
     """Show the lines of ranks at once, prefixed with the rank, and silence torchrun's report of failures."""
+    show_whole_lines()
     os.environ.setdefault(_PREFIX, "[rank ${rank}] ")
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it, too, but prints five lines about it

@@ -1,5 +1,6 @@
 """``easydist run``: ranks, their lines, their failures, and what is left after Ctrl-C."""
 
+import io
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from test_env import easydist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from easydist.cli.failures import report, traceback_in
+from easydist.cli.lines import _Screen, tail
 from easydist.cli.main import main
 from easydist.cli.options import _has_own_interpreter
 
@@ -33,6 +35,48 @@ def test_each_line_stands_after_its_rank_and_the_script_has_its_arguments(tmp_pa
     rest = "2 ['-n', '7', '--help', '--', 'x']"
     assert sorted(out.splitlines()) == [f"[rank {rank}] hello {rank} {rest}" for rank in range(2)]
     assert not err
+
+
+def shown(*pieces):
+    """Return what a terminal shows of the pieces that ranks write one after another, each long after the last one."""
+    stream = io.StringIO()
+    screen = _Screen(stream)
+    for header, text in pieces:
+        screen.show(header, text)
+    return stream.getvalue()
+
+
+def test_a_line_without_an_end_goes_on_unless_another_rank_has_written():
+    assert shown(("0 ", "a"), ("0 ", "b"), ("0 ", "\n"), ("1 ", "c\n")) == "0 ab\n1 c\n"
+    assert shown(("0 ", "a"), ("1 ", "c\n"), ("0 ", "\n"), ("0 ", "b\n")) == "0 a\n1 c\n0 b\n"
+    assert shown(("0 ", "a"), ("1 ", "c"), ("0 ", "b\n"), ("1 ", "\n"), ("1 ", "\n")) == "0 a\n1 c\n0 b\n1 \n"
+
+
+def test_a_line_that_is_half_written_is_shown_whole():
+    read, write = os.pipe()
+    stream, finished = io.StringIO(), threading.Event()
+    reader = threading.Thread(target=tail, args=("0 ", f"/dev/fd/{read}", stream, finished, 0.01))
+    reader.start()
+    os.write(write, b"first\nhalf")
+    os.write(write, b" a line\rbar\rend")
+    finished.set()
+    os.close(write)
+    reader.join()
+    os.close(read)
+    assert stream.getvalue() == "0 first\n0 half a line\n0 bar\n0 end"
+
+
+@pytest.mark.slow
+def test_lines_of_several_writes_are_not_torn(tmp_path):
+    text = """
+import os, time
+for step in range(300):
+    os.write(1, b"step")
+    time.sleep(0.001)
+    os.write(1, f" {step}\\n".encode())
+"""
+    out, _ = easydist("run", "-n", "2", script(tmp_path, text))
+    assert sorted(out.splitlines()) == sorted(f"[rank {rank}] step {step}" for rank in range(2) for step in range(300))
 
 
 @pytest.mark.slow
