@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from easydist.cli.lines import show_whole_lines
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SECONDS = 5.0
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
@@ -63,7 +65,8 @@ def launch(arguments: Sequence[str]) -> int:
         _prepare()
         status = 1
         try:
-            status = _run(args) or (_of_survivors(folder) if args.survivors else 0)
+            with _killing_at_second_signal():
+                status = _run(args) or (_of_survivors(folder) if args.survivors else 0)
         finally:
             if status:
                 with _undisturbed():
@@ -147,6 +150,33 @@ def _is_not_about_an_ended_store(record: logging.LogRecord) -> bool:
 def _is_not_about_a_closed_pipe(record: logging.LogRecord) -> bool:
     """False for torch's traceback if nobody reads the output any more, as in ``easydist run … | head``."""
     return not (record.exc_info and isinstance(record.exc_info[1], BrokenPipeError))
+
+
+@contextlib.contextmanager
+def _killing_at_second_signal() -> Iterator[None]:
+    """Kill the ranks as soon as a second signal is to end this process: torchrun would wait 30 seconds once more."""
+    if threading.current_thread() is not threading.main_thread():  # then torchrun does not handle signals, either
+        yield
+        return
+    pipe, end = os.pipe()
+    os.set_blocking(end, False)
+    before = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+    threading.Thread(target=_kill_at_second, args=(pipe,), daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(end)
+
+
+def _kill_at_second(pipe: int) -> None:
+    """Read the numbers of the signals that arrive; at the second one that ends processes, kill the children."""
+    heard = 0
+    while numbers := os.read(pipe, 64):
+        heard += sum([number in _ENDING for number in numbers])
+        if heard > 1:
+            _kill_children()
+    os.close(pipe)
 
 
 def _kill_children() -> None:
