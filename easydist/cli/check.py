@@ -15,6 +15,7 @@ import click
 
 from easydist.cli.findings import Finding, surroundings
 from easydist.cli.home import PIPE, home
+from easydist.cli.loading import loading
 from easydist.cli.rank import command_of
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def check(ranks: int | None, timeout: float, as_json: bool, on: str | None) -> N
 
 
 def _results(ranks: int, timeout: float) -> tuple[Results, int]:
-    from easydist.state.environment import launched
+    with loading():
+        from easydist.state.environment import launched
 
     found = surroundings()
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import CompletionItem
 
+from easydist.cli.loading import loading
+
 _EXAMPLE = """\b
 Example:
   easydist run train.py --lr 0.1            one rank per GPU, or 2 without GPUs
@@ -60,7 +62,8 @@ def run(arguments: tuple[str, ...]) -> None:
       --slurm OPTIONS further options for srun
       --dry-run       slurm: print a script for sbatch, and start nothing
     """  # noqa: D301 - click reads the control character
-    from easydist.cli.launch import launch, leave
+    with loading():
+        from easydist.cli.launch import launch, leave
 
     status = launch(arguments)
     if status > 128:

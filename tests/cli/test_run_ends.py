@@ -201,3 +201,23 @@ def test_ctrl_c_while_torch_loads_ends_it_at_once(tmp_path):
     ((out, err),) = launching.finished(process)
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err
+
+
+LOADS = """
+import signal
+from easydist.cli.loading import loading
+with loading():
+    pass
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+with loading():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        print("lost")
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_torch_loads_is_not_lost():
+    """numpy's code in C drops the exception, or makes an ImportError of it."""
+    assert launching.python("-c", LOADS, status=130) == ("", "")
