@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import tracemalloc
+from types import SimpleNamespace
 
 import launching
 import psutil
@@ -248,6 +249,14 @@ def test_only_the_end_of_a_long_output_is_read(tmp_path, capsys):
     finally:
         tracemalloc.stop()
     assert "\nTraceback (most recent call last):\n  here\nValueError: bad data\n" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named(tmp_path, capsys, monkeypatch):
+    """On it a rank can write neither its output nor a traceback."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    assert report({0: ProcessFailure(0, 100, 1, "")}, tmp_path) == 1
+    said = f"It left no traceback.\nNo space is left in {tmp_path}, where the ranks' output is kept: set TMPDIR"
+    assert said in capsys.readouterr().err
 
 
 def test_a_rank_that_a_signal_without_a_name_kills_is_reported(tmp_path, capsys):
