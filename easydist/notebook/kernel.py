@@ -6,6 +6,7 @@ write to the same files.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -18,6 +19,7 @@ import threading
 import types
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
 _ALIVE = 1000
 """Milliseconds between two checks of the parent. Its end closes the pipe, unless one of its children has it, too."""
 
@@ -40,6 +42,8 @@ def watch(lifeline: int, parent: int, folder: str) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, name="easydist-lifeline", daemon=True).start()
+    if sys.platform == "linux":  # a stopped process (SIGSTOP) has to go on to notice it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def main() -> None:

@@ -114,6 +114,20 @@ def test_accelerates_launcher_calls_a_function_on_the_ranks(nb):
     assert "raise KeyError('here')" in nb.bad("def fails():\n    raise KeyError('here')\nnotebook_launcher(fails)")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only there the system tells a rank of its parent's end")
+def test_a_stopped_rank_ends_with_the_kernel():
+    made = Kernel()
+    made.good("import easydist\ncluster = easydist.notebook.start(2)", 60)
+    ranks = made.processes()
+    ranks[1].suspend()
+    os.kill(made.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(ranks, within(10))
+    for rank in alive:
+        rank.kill()
+    made.close()
+    assert not alive
+
+
 @pytest.mark.parametrize("how", ["killed", "shut down"])
 def test_nothing_stays_behind_when_the_kernel_goes(how):
     made = Kernel()
