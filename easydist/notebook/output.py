@@ -308,13 +308,13 @@ class Output:
         left = dict(self._results)
         while left:
             first = min(left)
-            text = left[first].get("text/plain", "")
-            same = [rank for rank in sorted(left) if left[rank].get("text/plain", "") == text]
-            bundle = left[first]
+            bundle = left[first]  # figures differ, though their text is the same
+            same = [rank for rank in sorted(left) if left[rank] == bundle]
             for rank in same:
                 del left[rank]
             if set(bundle) <= {"text/plain"}:
-                self._sink.write("stdout", "".join(f"{named(same)}: {line}\n" for line in text.splitlines()))
+                lines = bundle.get("text/plain", "").splitlines()
+                self._sink.write("stdout", "".join(f"{named(same)}: {line}\n" for line in lines))
             else:
                 self._sink.write("stdout", f"{named(same)}:\n")
                 self._sink.show("display_data", {"data": bundle})

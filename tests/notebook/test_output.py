@@ -180,6 +180,16 @@ def test_values_are_folded_and_rich_ones_shown(page):
     assert page.shown == [("display_data", {"data": rich})]
 
 
+def test_rich_values_that_differ_are_all_shown_though_their_text_is_the_same(page):
+    output = Output([0, 1, 2], page)
+    values = [{"text/plain": "<Figure with 1 Axes>", "image/png": image} for image in ("a", "b", "a")]
+    for rank, data in enumerate(values):
+        output.result(rank, {"data": data})
+    output.close()
+    assert page.lines == ["ranks 0, 2:", "rank 1:"]
+    assert page.shown == [("display_data", {"data": data}) for data in values[:2]]
+
+
 def figure(name):
     return {"data": {"text/plain": name}}
 
