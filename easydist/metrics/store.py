@@ -96,15 +96,24 @@ class Spool:
         """
         if self._generation != forks.generation:  # a forked child would write over what its parent appends
             self._file, self._end, self._generation = _File(self._folder), 0, forks.generation
-        start, file = self._end, self._file.opened
+        start = self._end
+        try:
+            stop = self._written(tree, start)
+        except OSError as error:  # the file has no name
+            folder = tempfile.gettempdir() if self._folder is None else self._folder
+            raise OSError(error.errno, error.strerror, os.fspath(folder)) from error
+        self._end = -(-stop // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY  # where a mapping may begin
+        return Spooled(self._file, start, stop - start)
+
+    def _written(self, tree: Tree, start: int) -> int:
+        """Write a tree at a place, and return its end."""
+        file = self._file.opened
         file.seek(start)
         for chunk in header.chunks(*described("save", tree, None, None)):
             left = memoryview(chunk).cast("B")
             while left:
                 left = left[file.write(left) :]
-        stop = file.tell()
-        self._end = -(-stop // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY  # where a mapping may begin
-        return Spooled(self._file, start, stop - start)
+        return file.tell()
 
 
 class _RowBlock(NamedTuple):

@@ -1,6 +1,8 @@
 """A collector gives what one process has of all samples in order, or says what is missing."""
 
 import os
+import re
+import resource
 from contextlib import nullcontext, suppress
 
 import launching
@@ -349,6 +351,20 @@ def test_rows_in_a_file_take_one_descriptor(tmp_path):
     collector.update([20], x=torch.full((1, 1 << 18), 20.0))  # the file is longer than its first mapping
     assert collector.state_dict()["blocks"][20]["leaves"][0][0, 7].item() == 20
     assert collector.compute()["x"][:, 7].tolist() == [*range(21)]
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_named_and_the_rows_are_kept(tmp_path):
+    collector = MetricCollector(spill_nbytes=0, directory=tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # Python ignores SIGXFSZ
+    try:
+        with pytest.raises(OSError, match=re.escape(str(tmp_path))):
+            collector.update([1], x=torch.full((1, 1 << 20), 1.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    collector.update([0], x=torch.full((1, 1 << 20), 0.0))
+    assert collector.compute()["x"][:, 7].tolist() == [0, 1]
 
 
 KILLED = """
