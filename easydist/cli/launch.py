@@ -136,7 +136,6 @@ def _prepare() -> None:
             stream.reconfigure(line_buffering=True)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.elastic.agent.server.api").addFilter(_is_not_about_an_ended_store)
-    logging.getLogger("torch.distributed.elastic.multiprocessing.tail_log").addFilter(_is_not_about_a_closed_pipe)
     if sys.platform == "linux":  # orphaned processes become our children
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -145,11 +144,6 @@ def _is_not_about_an_ended_store(record: logging.LogRecord) -> bool:
     """False for torch's traceback if the agent that serves the store has ended before this one, after all ranks."""
     error = record.exc_info[1] if record.exc_info else None
     return not (record.funcName == "_exit_barrier" and isinstance(error, DistNetworkError))
-
-
-def _is_not_about_a_closed_pipe(record: logging.LogRecord) -> bool:
-    """False for torch's traceback if nobody reads the output any more, as in ``easydist run … | head``."""
-    return not (record.exc_info and isinstance(record.exc_info[1], BrokenPipeError))
 
 
 @contextlib.contextmanager

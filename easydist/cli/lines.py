@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+import click
+
 __all__ = ["show_whole_lines", "tail"]
 
 _LONGEST = 1 << 24
@@ -80,6 +82,7 @@ class _Screen:
         self._stream, self._lock = stream, threading.Lock()
         self._unended: str | None = None
         self._cut_off = set[str]()
+        self._is_lost = False
 
     def show(self, header: str, text: str) -> None:
         """Show a line or a part of one, on a line of its own or behind this rank's last part.
@@ -100,8 +103,18 @@ class _Screen:
             elif self._unended is not None:
                 self._cut_off.add(self._unended)
             self._unended = None if text.endswith("\n") else header
-            self._stream.write(f"{begin}{text}")
-            self._stream.flush()
+            self._write(f"{begin}{text}")
+
+    def _write(self, text: str) -> None:
+        """Write until it fails once: the ranks go on without anybody who sees their output."""
+        try:
+            if not self._is_lost:
+                self._stream.write(text)
+                self._stream.flush()
+        except OSError as error:
+            self._is_lost = True
+            if not isinstance(error, BrokenPipeError):  # as in easydist run … | head
+                click.echo(f"easydist run: cannot show the ranks' output any more: {error.strerror}", err=True)
 
 
 @functools.cache

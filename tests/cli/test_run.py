@@ -1,5 +1,6 @@
 """``easydist run``: ranks, their lines, their failures, and what is left after Ctrl-C."""
 
+import contextlib
 import io
 import os
 import signal
@@ -51,6 +52,15 @@ def test_a_line_without_an_end_goes_on_unless_another_rank_has_written():
     assert shown(("0 ", "a"), ("0 ", "b"), ("0 ", "\n"), ("1 ", "c\n")) == "0 ab\n1 c\n"
     assert shown(("0 ", "a"), ("1 ", "c\n"), ("0 ", "\n"), ("0 ", "b\n")) == "0 a\n1 c\n0 b\n"
     assert shown(("0 ", "a"), ("1 ", "c"), ("0 ", "b\n"), ("1 ", "\n"), ("1 ", "\n")) == "0 a\n1 c\n0 b\n1 \n"
+
+
+def test_output_that_cannot_be_written_is_an_error_once(capsys):
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # its buffer stays full
+        screen = _Screen(full)
+        for number in range(3):
+            screen.show("0 ", f"{number}\n")
+    said = "easydist run: cannot show the ranks' output any more: No space left on device\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_line_that_is_half_written_is_shown_whole():
