@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ipykernel.compiler import XCachingCompiler
@@ -45,8 +45,20 @@ class _Compiler(XCachingCompiler):
 class _Shell(ZMQInteractiveShell):
     """A shell that can be interrupted only in the user's code, and shows only that code."""
 
+    _first_names: Mapping[str, Any] = types.MappingProxyType({})
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options | {"compiler_class": _Compiler})  # ipykernel 6 asks no kernel for it
+
+    def init_user_ns(self) -> None:
+        super().init_user_ns()  # at the start, and after %reset
+        self.define(self._first_names)
+
+    def define(self, names: Mapping[str, Any]) -> None:
+        """Define names that cells find from the start."""
+        self._first_names = names
+        self.user_ns.update(names)
+        self.user_ns_hidden.update(names)
 
     def transform_cell(self, raw_cell: str) -> str:
         cell: str = super().transform_cell(raw_cell)

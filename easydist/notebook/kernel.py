@@ -67,7 +67,7 @@ def _join(app: Any, rank: int, size: int, folder: str, meeting: dict[str, Any]) 
     sys.modules["tqdm.autonotebook"] = _BarsAsText("tqdm.autonotebook")
     own_rank = OwnRank(rank, size, folder, app.shell.user_ns)
     own_rank.join(**meeting)
-    app.shell.user_ns_hidden.update(app.shell.user_ns)
+    app.shell.define(own_rank.first_names)
     app.kernel.own_rank = own_rank
 
 

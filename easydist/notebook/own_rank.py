@@ -38,7 +38,7 @@ class OwnRank:
         rank: Its number.
         size: The number of ranks.
         folder: The cluster's folder.
-        namespace: The names of the cells. Some are defined from the start.
+        namespace: The names of the cells.
 
     Attributes:
         namespace: The names of the cells.
@@ -47,7 +47,12 @@ class OwnRank:
     def __init__(self, rank: int, size: int, folder: str, namespace: dict[str, Any]) -> None:
         self._rank, self._size, self._folder, self.namespace = rank, size, folder, namespace
         self._local_rank, self._local_size = _local()
-        namespace |= {"rank": rank, "world_size": size, "torch": torch, "easydist": sys.modules["easydist"]}
+
+    @property
+    def first_names(self) -> dict[str, Any]:
+        """The names that cells find from the start."""
+        modules = {"torch": torch, "easydist": sys.modules["easydist"]}
+        return {"rank": self._rank, "world_size": self._size, **modules}
 
     def join(
         self,

@@ -23,6 +23,14 @@ def test_names_are_there_and_state_stays(nb):
     assert shown.lines == [f"rank {r}: ({10 * r}, 3, torch.float32, 3)" for r in range(3)]
 
 
+def test_a_reset_keeps_what_was_there_from_the_start(nb):
+    nb.good("%%ranks\nother, rank = 1, 17\n%reset -f")
+    shown = nb.good("%%ranks\n(rank, world_size, 'other' in globals(), easydist.gather(torch.ones(1)).tolist())")
+    assert shown.lines == [f"rank {r}: ({r}, 3, False, [1.0, 1.0, 1.0])" for r in range(3)]
+    assert nb.good("%%ranks\n%who").lines == ["ranks 0–2: Interactive namespace is empty."]
+    nb.good("%%ranks\nimport torch.distributed as dist")  # for the other tests
+
+
 def test_equal_lines_are_folded_and_others_come_by_rank(nb):
     shown = nb.good("%%ranks\nprint('begin')\nprint('I am', rank)\nif rank: print('not zero')\nprint('end', end='')")
     own = [f"rank {r}: I am {r}" for r in range(3)]
