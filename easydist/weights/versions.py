@@ -6,6 +6,7 @@ confirmed that it has all of it. So a member lost at any moment leaves the other
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import weakref
 from collections.abc import Generator, Mapping, MutableMapping, Sequence, Set
@@ -84,6 +85,7 @@ class WeightReceiver(Member):
         self.state: Any = model_or_dict
         self._swaps, self.arrived = model_or_dict is None, None
         self._spare: dict[str, Any] = {} if self._swaps else _room_like(state_of(model_or_dict))
+        self._turns = asyncio.Lock()
 
     def room(self, manifest: Manifest) -> dict[str, Any]:
         """Return the memory for the next version: new memory if that of a receiver without a model does not fit."""
@@ -191,11 +193,13 @@ class WeightReceiver(Member):
         """Do as ``receive`` without blocking the event loop; other coroutines never see a mixture of two versions.
 
         The version arrives in a thread, and is committed in the event loop. If the task is cancelled, the thread runs
-        on, so the version may still arrive: ``arrived`` is then its number, and the next call commits it first.
+        on, so the version may still arrive: ``arrived`` is then its number, and the next call commits it first. Calls
+        that overlap take turns, each for a version of its own.
         """
-        self._commit_held()
-        await in_thread(functools.partial(self.arrive, timeout=timeout))
-        return self.commit()
+        async with self._turns:
+            self._commit_held()
+            await in_thread(functools.partial(self.arrive, timeout=timeout))
+            return self.commit()
 
     async def aregroup(
         self,
@@ -206,11 +210,11 @@ class WeightReceiver(Member):
         load: Load | None = None,
     ) -> int:
         """Do as ``regroup`` without blocking the event loop, and commit in it, as ``areceive`` does."""
-        version = await in_thread(
-            functools.partial(self.regroup, group, src, group_src=group_src, load=load, commit=False)
-        )
-        self._commit_held()
-        return version
+        call = functools.partial(self.regroup, group, src, group_src=group_src, load=load, commit=False)
+        async with self._turns:
+            version = await in_thread(call)
+            self._commit_held()
+            return version
 
     def commit(self) -> int:
         """Start to use the version that has arrived; no other rank takes part.

@@ -296,6 +296,21 @@ def test_an_asyncio_program_goes_on_while_a_version_comes(rank):
 
 
 @distributed(world_size=2)
+def test_coroutines_that_receive_at_the_same_time_take_turns(rank):
+    """One would be an error on this rank alone, and the others would wait for it until their time is over."""
+    if rank == 0:
+        member = WeightPublisher(state(1))
+        assert [member.publish() for _ in range(3)] == [1, 2, 3]
+        return
+    member = WeightReceiver(net(0))
+
+    async def update():
+        return await asyncio.gather(*[member.areceive(timeout=60) for _ in range(3)])
+
+    assert asyncio.run(update()) == [1, 2, 3]
+
+
+@distributed(world_size=2)
 def test_an_error_names_the_line_that_awaits(rank):
     """The stack of the thread in which the version arrives begins in the standard library."""
 
