@@ -193,12 +193,16 @@ def _pairs() -> list[tuple[Any, Any]]:
 
 
 def _choosing(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ours, or accelerate's if easydist does not support accelerate's state."""
+    """Return a function that calls ours, or accelerate's if easydist does not support accelerate's state.
+
+    It is pickled under accelerate's name, where ``enable`` puts it: a prepared loader holds ``slice_tensors``.
+    """
 
     @functools.wraps(ours)
     def call(*args: Any, **kwargs: Any) -> Any:
         return (ours if _is_served() else theirs)(*args, **kwargs)
 
+    call.__module__, call.__qualname__ = theirs.__module__, theirs.__qualname__
     return call
 
 

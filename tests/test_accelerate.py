@@ -1,5 +1,6 @@
 """Replacing accelerate's functions by easydist's: which names, in which modules, for how long, in which states."""
 
+import pickle
 import subprocess
 import sys
 import types
@@ -37,7 +38,7 @@ def reset():
 
 
 def is_ours(function):
-    return getattr(function, "__module__", "").startswith("easydist.")
+    return getattr(getattr(function, "__wrapped__", function), "__module__", "").startswith("easydist.")
 
 
 def test_every_name_of_accelerates_that_easydist_has_is_replaced():
@@ -94,6 +95,18 @@ def test_a_module_that_is_imported_later_gets_ours():
         scope = {}
         exec("from accelerate.utils import gather, find_batch_size", scope)
         assert is_ours(scope["gather"])
+
+
+def test_what_holds_our_functions_can_be_pickled():
+    held = [function for theirs, function in easydist.accelerate._pairs() if not isinstance(function, type)]
+    with easydist.accelerate.enable():
+        assert all(pickle.loads(pickle.dumps(function)) is function for function in held)
+        accelerator = accelerate.Accelerator(
+            cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(dispatch_batches=True)
+        )
+        accelerator.prepare(torch.utils.data.DataLoader(torch.arange(4.0)))
+        dumped = pickle.dumps(accelerator)
+    assert isinstance(pickle.loads(dumped), accelerate.Accelerator)
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def main(folder, order):
     }
     accelerator.wait_for_everyone()
     easydist.accelerate.disable()
-    found["after"] = [gather.__module__, accelerate.utils.reduce.__module__]
+    found["after"] = [f.__wrapped__.__module__ for f in (gather, accelerate.utils.reduce)]
     found["theirs"] = accelerator.gather(torch.ones(1)).tolist()
     Path(folder, f"{accelerator.process_index}.json").write_text(json.dumps(found))
     accelerator.end_training()  # a thread of torch's gloo that still drops tensors when Python ends aborts the process
