@@ -241,16 +241,21 @@ class Monitor(GroupStatus):
             if report.is_about(self.number):
                 yield self.hear(self.peers[report.by], remote=True, logged=report)
 
-    def check_reports(self, remote: bool = True) -> None:
+    def check_reports(self, remote: bool = True, even_if_sent: bool = True) -> None:
         """Raise an error if another rank has given the call up.
 
         Args:
             remote: True to read the store, too.
+            even_if_sent: False to let the wait find out whether a rank that has ended with an exception had sent its
+                data of this call before, where its calls are not counted.
 
         Raises:
             EasydistError: The error that the rank has reported.
         """
-        if (cause := self.check(self._heard_of_call(remote))) is not None:
+        heard = self._heard_of_call(remote)
+        if not even_if_sent:
+            heard = (one for one in heard if one.report is None or one.report.kind != EXCEPTION)
+        if (cause := self.check(heard)) is not None:
             self.give_up(self.error_of(cause, ()))
         self.raise_if_broken()
 

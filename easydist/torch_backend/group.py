@@ -407,7 +407,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         self._let_go()
         self._monitor.begin(operation, site(), NEVER)
         try:
-            self._monitor.check_reports()  # a rank that gave up an operation had joined it, so no wait would find it
+            # A rank that gave up an operation had joined it, so no wait would find it.
+            self._monitor.check_reports(even_if_sent=False)
         except BaseException:
             self._monitor.end(is_done=False)
             raise

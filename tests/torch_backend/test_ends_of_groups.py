@@ -267,6 +267,48 @@ def test_a_new_group_does_not_wait_for_a_process_that_has_ended(tmp_path):
         assert re.search(r"^1 init_process_group: rank 1 is lost: process \d+ on \S+ ended", text)
 
 
+RAISED = """
+import sys, torch, torch.distributed as dist
+import easydist, easydist.process_group
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("easydist_shm", store=store, rank=rank, world_size=2)
+easydist.wait_for_everyone()  # from now on an exception that ends a rank is reported
+dist.barrier()
+data = torch.full((3,), float(rank))
+if rank == 1:
+    dist.send(data, dst=0)
+    dist.broadcast(data, src=1)
+    raise ValueError("bad batch")
+try:
+    easydist.wait_for_everyone()
+except easydist.RemoteError:
+    dist.recv(data, src=1)
+    print(data.tolist())
+    dist.broadcast(data.zero_(), src=1)
+    print(data.tolist())
+try:
+    dist.barrier()
+except easydist.RemoteError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_data_that_a_rank_had_sent_before_an_exception_ended_it_still_arrives(tmp_path):
+    processes = [
+        launching.start(launching.fork(), "-c", RAISED, rank, tmp_path / "store", env=os.environ | launching.OWN)
+        for rank in range(2)
+    ]
+    told = launching.finished(*processes)
+    assert [process.returncode for process in processes] == [0, 1], told
+    one, other, *error = told[0][0].splitlines()
+    assert one == other == "[1.0, 1.0, 1.0]"
+    assert error[:2] == [
+        "barrier: rank 1 ended with an exception while rank 0 waited for it",
+        "  rank 1: ValueError: bad batch",
+    ]
+
+
 @distributed(world_size=3)
 def test_a_group_is_renewed_in_place(rank):
     made = group()
