@@ -9,6 +9,7 @@ import contextlib
 import functools
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,7 +48,7 @@ from easydist.groups.registers import (
 )
 from easydist.liveness import texts
 from easydist.liveness.monitor import Monitor
-from easydist.liveness.timed_store import POLL, TimedStore, reached, served
+from easydist.liveness.timed_store import POLL, TimedStore, reached, served, underlying
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -143,6 +144,7 @@ class Recovery:
         self._store = store
         self._timed = None if store is None else TimedStore(store)
         self._host = this_host()
+        self._place = f"recovered-{uuid.uuid4().hex}"
         self._told = RecoveryState(host=self._host)
         self._heard: list[RecoveryState] = []
         self._served: Store | None = None
@@ -289,13 +291,13 @@ class Recovery:
     # The store of the new group.
 
     def _address(self, register: Register) -> str:
-        """Return the port of a store that this process serves for the members; empty if they meet in the old store.
+        """Return the port of a store that this process serves for the members, or their place in the old group's.
 
         This process serves one if the old store does not answer, or an attempt in it has failed.
         """
         if self._served is None:
             if not self._on_pages or (register.slot == 1 and self._answers()):
-                return ""
+                return self._place
             self._served = served("127.0.0.1", 0, LIMIT)
         return str(self._served.port)  # type: ignore[attr-defined]
 
@@ -330,14 +332,18 @@ class Recovery:
             raise RemoteError("recover: a member has ended, or has given up this attempt")
 
     def _meeting_place(self, action: Connect, limit: float, check: Callable[[], None]) -> Store:
-        """Return the store that the first member has named: the one that it serves, or the old group's."""
+        """Return the store that the first member has named: the one that it serves, or a part of the old group's.
+
+        That part is not inside the one of the old group, whose keys would grow with each recovery.
+        """
         leads = action.members[0] == self.monitor.rank
         address = (self._told if leads else self._heard[action.members[0]]).address
-        if address and not leads:
+        if not address.isdigit():
+            return PrefixStore(address, underlying(self._store))
+        if not leads:
             return reached("127.0.0.1", int(address), limit, check)
-        store = self._served if address else self._store
-        assert store is not None
-        return store
+        assert self._served is not None
+        return self._served
 
 
 def _error(action: Raise, monitor: Monitor) -> EasydistError:

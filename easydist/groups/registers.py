@@ -26,7 +26,8 @@ class RecoveryState(NamedTuple):
     Attributes:
         register: The rank's register in the agreement.
         host: A text that is equal for ranks of one host.
-        address: The port of the store that it serves for the new group; empty to use the old group's store.
+        address: Where the members of the new group meet if this rank is the first of them: the port of the store that
+            it serves, or the prefix of a part of the old group's.
     """
 
     register: Register = Register()

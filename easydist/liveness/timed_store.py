@@ -75,7 +75,7 @@ class TimedStore:
 
     def address(self) -> tuple[str, int] | None:
         """Return the host and the port at which the store is served; None if it is no ``TCPStore``."""
-        store = _underlying(self._store)
+        store = underlying(self._store)
         return (store.host, store.port) if isinstance(store, TCPStore) else None
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -300,12 +300,12 @@ def _entries(store: Any, log: str, new: range, unwritten: Sequence[int]) -> tupl
 
 def _count(store: Any, log: str) -> int:
     """Return the number of entries: by one question to a server, whereas a file would record each ``add``."""
-    if isinstance(_underlying(store), TCPStore):
+    if isinstance(underlying(store), TCPStore):
         return int(store.add(log, 0))
     return int(store.get(log)) if store.check([log]) else 0
 
 
-def _underlying(store: Any) -> Any:
+def underlying(store: Any) -> Any:
     """Return the store behind prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store

@@ -133,8 +133,14 @@ def _connected(old: dist.ProcessGroup | Founding, attempt: Attempt) -> dist.Proc
 def _name(old: dist.ProcessGroup | Founding, attempt: Attempt) -> str:
     """Return the same name on ranks that had made the default group when a rank was lost, and on those that had not."""
     if isinstance(old, Founding) or (old is dist.group.WORLD and not is_recovered(old)):
-        return f"default/recovered/{attempt.number}"
-    return f"{old.group_name}/recovered/{attempt.number}"
+        return f"default{_RECOVERED}{attempt.number}"
+    first, _, number = old.group_name.rpartition(_RECOVERED)
+    if not number.isdigit() or not first:
+        first, number = old.group_name, "0"
+    return f"{first}{_RECOVERED}{int(number) + attempt.number}"  # counted: it would grow with each recovery
+
+
+_RECOVERED = "/recovered/"
 
 
 def _registration(old: dist.ProcessGroup | Founding, attempt: Attempt) -> tuple[list[int], str, float]:

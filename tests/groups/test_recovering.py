@@ -76,6 +76,31 @@ def test_the_survivors_go_on_a_hundred_times(first):
         check(case, rows, ended)
 
 
+@pytest.mark.parametrize("kind", ["group", "gloo", "shm"])
+@distributed(world_size=2)
+def test_names_and_keys_do_not_grow_with_each_recovery(kind, rank):
+    """A store on TCP takes keys of 8 KiB: without this, some forty recoveries were the end of it."""
+    comm, depths, names = None if kind == "group" else new_comm(kind, torch.device("cpu"), "often"), set(), []
+    for _ in range(4):
+        if comm is None:
+            group = easydist.recover()
+            names.append(group.group_name)
+        else:
+            comm = comm.recover()
+        depths.add(depth_of((comm.store if comm else group.get_group_store())))
+        assert easydist.gather(rank, group=comm).tolist() == [0, 1]
+    assert len(depths) == 1
+    assert [name.count("recovered") for name in names] == [1] * len(names)
+    assert len(set(names)) == len(names)
+    if comm is not None:
+        comm.finalize()
+
+
+def depth_of(store):
+    """Return the number of prefixes of a store's keys."""
+    return 1 + depth_of(store.underlying_store) if isinstance(store, dist.PrefixStore) else 0
+
+
 @distributed(world_size=2)
 def test_an_attempt_that_fails_leaves_no_group():
     """The members connect, but cannot meet the first time."""

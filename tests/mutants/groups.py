@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "groups/recovering.py",
+        "Recovery._meeting_place",
+        "underlying(self._store)",
+        "self._store",
+        "tests/groups/test_recovering.py -k grow",
+    ),
+    Mutant(
         "groups/communicators.py",
         "Communicators._recovered",
         "self.appear()",

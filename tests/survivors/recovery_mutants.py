@@ -225,9 +225,11 @@ RECOVERING = {
     "who looks for a store does not look at the others": Mutant(
         IN + "_meeting_place", "int(address), limit, check)", "int(address), limit, lambda: None)", False
     ),
-    "each member meets in its own store": Mutant(IN + "_meeting_place", "if address and not leads", "if False", False),
+    "each member meets in its own store": Mutant(
+        IN + "_meeting_place", "PrefixStore(address,", "PrefixStore(self._place,", False
+    ),
     "the leader meets in the old store": Mutant(
-        IN + "_meeting_place", "self._served if address else self._store", "self._store", False
+        IN + "_meeting_place", "return self._served", "return self._store", False
     ),
     "a group is recovered again": Mutant(IN + "run", "self._is_done = True", "pass"),
     "the old monitor goes on": Mutant(IN + "run", "self.monitor.retire()", "pass", False),

@@ -307,7 +307,8 @@ def reached(host, port, seconds, check):
 
 def connect(attempt):
     """Connect the members, if all of them come to the same store."""
-    place = attempt.number, attempt.members, attempt.store.prefix, attempt.store.store.port
+    prefix, store = _opened(attempt.store)
+    place = attempt.number, attempt.members, prefix, store.port
     process, there = WORLD.current, WORLD.arrived.setdefault(place, set())
     law(WORLD.places.setdefault(place[2:], place[0]) == place[0], "two attempts meet in one place")
     law(attempt.members[attempt.rank] == process.rank, "a member's rank is its place among the members")
@@ -316,13 +317,18 @@ def connect(attempt):
     while len(there) < len(attempt.members) or WORLD.schedule.fails_to_connect():
         WORLD.step(POLL)
         attempt.check()
-        if attempt.store.store.is_gone:
+        if store.is_gone:
             raise PeerLostError("a member is lost")
         if WORLD.now >= attempt.deadline:
             raise RuntimeError("not all members have come")
         looked_on += _is_in_vain(attempt) and not WORLD.schedule.needs_store
         law(looked_on < 3, f"rank {process.rank} waits for a member that does not come")
     return place
+
+
+def _opened(store, prefix=""):
+    """Return the prefix of a store's keys, and the store behind it."""
+    return _opened(store.store, f"{prefix}/{store.prefix}") if isinstance(store, Prefix) else (prefix, store)
 
 
 def _is_in_vain(attempt):
@@ -354,6 +360,7 @@ def simulated(recovering, first_meeting):
     for module in (recovering, first_meeting):
         module.time, module.TimedStore, module.POLL = clock, SimulatedTimedStore, POLL
     recovering.PrefixStore, recovering.served, recovering.reached = Prefix, served, reached
+    recovering.underlying = lambda store: store
     recovering.LIMIT, recovering.this_host = LIMIT, lambda: WORLD.current.host
     first_meeting.own_page, first_meeting.record, first_meeting.Peer = lambda: None, record, SimulatedPeer
     return recovering, first_meeting
