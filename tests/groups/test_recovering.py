@@ -87,7 +87,7 @@ def test_names_and_keys_do_not_grow_with_each_recovery(kind, rank):
             names.append(group.group_name)
         else:
             comm = comm.recover()
-        depths.add(depth_of((comm.store if comm else group.get_group_store())))
+        depths.add(depth_of(comm.store if comm else group.get_group_store()))
         assert easydist.gather(rank, group=comm).tolist() == [0, 1]
     assert len(depths) == 1
     assert [name.count("recovered") for name in names] == [1] * len(names)
