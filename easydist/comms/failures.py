@@ -65,7 +65,9 @@ def explained(
         peers: The other ranks, as far as they are known.
         state: What has become of the communicator, for the text.
     """
-    why, broke = f"{state} ({error})", "onnection" in str(error)
+    # Of a lost rank the first line: the monitor's next ones are about the last call that it has seen, new_comm.
+    text = str(error).partition("\n")[0] if isinstance(error, PeerLostError) else str(error)
+    why, broke = f"{state} ({text})", "onnection" in str(error)
     if isinstance(error, PeerLostError | RemoteError):
         return _known(error, what, why, peers)
     gone = _gone(peers, broke and not isinstance(error, CollectiveTimeout))

@@ -104,6 +104,7 @@ def test_the_end_of_a_process_in_the_middle_of_a_large_message_is_noticed(world_
     assert status == -9
     assert row["fields"]["rank"] == 1
     assert row["next"] == "PeerLostError"
+    assert "new_comm" not in row["text"]  # the last call that the communicator's monitor has seen
 
 
 @pytest.mark.slow
