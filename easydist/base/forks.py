@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 NOT_A_RANK = (
-    "this process was forked from a rank of the group and is not a rank itself (a DataLoader worker, for instance), so "
+    "this process is a child of a rank of the group and not a rank itself (a DataLoader worker, for instance), so "
     "it cannot exchange data. Exchange data in the process that was launched, or give the child a RANK of its own"
 )
 

@@ -27,7 +27,7 @@ os.waitpid(child, 0)
 def test_groups_made_before_the_first_use_of_easydist_are_known_as_the_parents():
     command, env = [sys.executable, "-c", CHILD_CALLS_FIRST], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("this process was forked from a rank of the group and is not a rank itself")
+    assert done.stdout.startswith("this process is a child of a rank of the group and not a rank itself")
 
 
 LOADS_DATA = """
@@ -48,7 +48,7 @@ if __name__ == "__main__":
         easydist.gather(1)
     rank = easydist.ProcessState().process_index
     for texts in DataLoader(Data(), num_workers=1, multiprocessing_context=sys.argv[-1]):
-        assert texts[0].startswith(f"{rank} of 2: this process was forked from a rank of the group"), texts
+        assert texts[0].startswith(f"{rank} of 2: this process is a child of a rank of the group"), texts
     assert easydist.gather(rank).tolist() == [0, 1]
     os.write(1, f"well {rank}\\n".encode())
 """
