@@ -11,6 +11,7 @@ from typing import SupportsIndex
 import torch
 
 from easydist.base.arguments import integer
+from easydist.comms.pickled import OfThisProcess
 from easydist.transport.backend import Addressed
 from easydist.transport.checked import Staging, demand, flat
 from easydist.transport.comm import Collectives
@@ -70,7 +71,7 @@ class BatchP2POptions:
         self.timeout: timedelta | None = None
 
 
-class BatchSendRecv:
+class BatchSendRecv(OfThisProcess):
     """Sends and receives that begin together, so that their order cannot block any rank.
 
     The i-th send to a rank matches that rank's i-th receive from this one, no matter which batches or calls contain

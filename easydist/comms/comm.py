@@ -20,6 +20,7 @@ from easydist.comms.hooks import AbortHook, PostHook, PreHook, RemovableHandle
 from easydist.comms.making import Endpoint, Made, make, recovered
 from easydist.comms.operations import Operations
 from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
+from easydist.comms.pickled import OfThisProcess
 from easydist.comms.window import RegisteredWindow, TorchCommWindow
 from easydist.errors import EasydistError
 from easydist.groups.communicators import Communicators
@@ -31,7 +32,7 @@ from easydist.transport.comm import Collectives
 from easydist.typing import T
 
 
-class TorchComm(Collectives):
+class TorchComm(OfThisProcess, Collectives):
     """A communicator, with the methods and signatures of torchcomms; ``new_comm`` makes one.
 
     Every method checks its arguments before it sends anything, and raises ``RuntimeError`` if they do not fit. Tensors

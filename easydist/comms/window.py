@@ -12,6 +12,7 @@ from typing import SupportsIndex
 import torch
 
 from easydist.base.arguments import integer
+from easydist.comms.pickled import OfThisProcess
 from easydist.comms.regions import Regions, check_fits, numel_of
 from easydist.data.backing import absence
 from easydist.groups.sharing import all_gather
@@ -65,7 +66,7 @@ class _Signal:
         return self._is_met(self._regions.value(self._slot))
 
 
-class _Window:
+class _Window(OfThisProcess):
     """A region per rank; see ``TorchCommWindow`` and ``RegisteredWindow``."""
 
     def __init__(self, comm: Collectives) -> None:
