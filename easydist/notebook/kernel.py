@@ -6,7 +6,7 @@ write to the same files.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import gc
 import importlib
 import json
@@ -15,35 +15,65 @@ import select
 import shutil
 import signal
 import sys
-import threading
 import types
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
 _ALIVE = 1000
-"""Milliseconds between two checks of the parent. Its end closes the pipe, unless one of its children has it, too."""
+"""Milliseconds between two checks of the watcher whether the rank still runs."""
 
 
 def watch(lifeline: int, parent: int, folder: str) -> None:
     """End this process, and everything that it has started, once the notebook's process has ended.
+
+    A child does so, because this process may be stopped then, or stuck in C code that holds the GIL.
 
     Args:
         lifeline: The read end of a pipe whose other end only that process has.
         parent: The pid of that process.
         folder: The folder to remove then.
     """
+    ends = [lifeline, *_end_of(parent)]
+    rank = os.getpid()
+    if os.fork():
+        for end in ends:
+            os.close(end)
+        return
+    try:
+        os.setsid()  # not in the group that it kills, and that a cell's interruption reaches
+        _close_all_but(ends)
+        if _outlives(rank, ends):
+            with contextlib.suppress(OSError):
+                os.killpg(rank, signal.SIGKILL)
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os._exit(0)
 
-    def wait() -> None:
-        pipe = select.poll()
-        pipe.register(lifeline, select.POLLIN)
-        while not pipe.poll(_ALIVE) and os.getppid() == parent:
-            pass
-        shutil.rmtree(folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=wait, name="easydist-lifeline", daemon=True).start()
-    if sys.platform == "linux":  # a stopped process (SIGSTOP) has to go on to notice it
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+def _end_of(process: int) -> list[int]:
+    """Return a descriptor that reads the end of a process: the pipe does not, if one of its children has it, too."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            return [os.pidfd_open(process)]
+    return []
+
+
+def _close_all_but(kept: list[int]) -> None:
+    kept = sorted(kept)
+    for first, end in zip([-1, *kept], [*kept, kept[-1] + 100], strict=True):
+        os.closerange(first + 1, end)
+
+
+def _outlives(rank: int, ends: list[int]) -> bool:
+    """Wait for the notebook's end and return True, or for the rank's, and return False."""
+    notebook = select.poll()
+    for end in ends:
+        notebook.register(end, select.POLLIN)
+    is_there = True
+    while is_there:
+        is_there = os.getppid() == rank  # asked before: both may be killed, the rank a moment earlier
+        if notebook.poll(_ALIVE):
+            return True
+    return False
 
 
 def main() -> None:

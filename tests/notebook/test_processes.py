@@ -77,7 +77,7 @@ def test_a_second_cluster_takes_the_place_of_the_first(nb):
     shown = nb.good("other = start(1)", 60)
     assert shown.lines == ["the 2 ranks that ran before are stopped"]
     assert not psutil.wait_procs(before, within(10))[1]
-    assert len(nb.processes()) == 1
+    assert len(nb.processes()) == 2  # the rank, and the one that ends it with the notebook
     assert "the cluster is stopped; start another one" in nb.bad("cluster.execute('1')")
     nb.good("cluster = start(2)", 60)
 
@@ -114,18 +114,54 @@ def test_accelerates_launcher_calls_a_function_on_the_ranks(nb):
     assert "raise KeyError('here')" in nb.bad("def fails():\n    raise KeyError('here')\nnotebook_launcher(fails)")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only there the system tells a rank of its parent's end")
-def test_a_stopped_rank_ends_with_the_kernel():
+def own_ranks(made):
+    """Return the processes of the ranks, without what they have started."""
+    return psutil.Process(made.pid).children()
+
+
+def ended(processes):
+    """True if processes have ended in time; those that have not are killed."""
+    _, alive = psutil.wait_procs(processes, within(10))
+    for process in alive:
+        process.kill()
+    return not alive
+
+
+IN_C = "import re\nprint('ready')\nif rank == 1: re.match('(a|a)*b', 'a' * 40)\neasydist.gather(1.0)"
+
+
+@pytest.mark.parametrize("how", ["stopped", "in C code"])
+def test_a_rank_that_cannot_notice_anything_ends_with_the_kernel(how):
     made = Kernel()
     made.good("import easydist\ncluster = easydist.notebook.start(2)", 60)
-    ranks = made.processes()
-    ranks[1].suspend()
+    processes = made.processes()
+    if how == "stopped":
+        own_ranks(made)[1].suspend()
+    else:
+        made.client.execute(f"%%ranks\n{IN_C}")
+        until(lambda: made.is_in("gather", 0))
     os.kill(made.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(ranks, within(10))
-    for rank in alive:
-        rank.kill()
+    assert ended(processes)
     made.close()
-    assert not alive
+
+
+def test_nothing_stays_behind_when_the_kernel_and_its_ranks_are_killed():
+    made = Kernel()
+    made.good("import easydist\ncluster = easydist.notebook.start(2)", 60)
+    folder = Path(made.good(f"str({FOLDER})").results[0]["text/plain"].strip("'"))
+    processes = made.processes()
+    for process in [*own_ranks(made), psutil.Process(made.pid)]:
+        process.kill()
+    assert ended(processes)
+    assert not folder.exists()
+    made.close()
+
+
+def test_what_watches_a_rank_ends_with_it(nb):
+    watching = [child for rank in own_ranks(nb) for child in rank.children()]
+    assert len(watching) == 2
+    nb.good("cluster.restart()", 60)
+    assert ended(watching)
 
 
 @pytest.mark.parametrize("how", ["killed", "shut down"])
@@ -136,7 +172,7 @@ def test_nothing_stays_behind_when_the_kernel_goes(how):
     folder = Path(made.good(f"str({FOLDER})").results[0]["text/plain"].strip("'"))
     assert folder.is_dir()
     processes = made.processes()
-    assert len(processes) == 4
+    assert len(processes) == 6  # the ranks, what they have started, and what watches each
     if how == "killed":
         os.kill(made.pid, signal.SIGKILL)
     else:
