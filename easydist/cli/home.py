@@ -7,12 +7,15 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "easydist-run-"
 PIPE = "lifeline"
 """The named pipe in the folder. Only its launcher holds it open, so a folder whose pipe nobody reads is left over."""
+_MAKING = 60.0
+"""Seconds after which a folder without a pipe is no longer being made: its launcher could remove only a part of it."""
 
 
 @contextlib.contextmanager
@@ -32,7 +35,7 @@ def home() -> Iterator[str]:
 
 def _remove_left_over() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        if _is_own(folder) and _is_left_over(folder / PIPE):
+        if _is_own(folder) and _is_left_over(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -45,12 +48,14 @@ def _is_own(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def _is_left_over(pipe: Path) -> bool:
-    """True if nobody reads this pipe."""
-    try:
-        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW))
-    except FileNotFoundError:  # it is being made, or is another program's
-        return False
-    except OSError:  # ENXIO
-        return stat.S_ISFIFO(pipe.lstat().st_mode)
+def _is_left_over(folder: Path) -> bool:
+    """True if nobody reads the pipe of this folder, or if it has been without one for long."""
+    pipe = folder / PIPE
+    with contextlib.suppress(FileNotFoundError):  # another launcher may remove it meanwhile
+        try:
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW))
+        except FileNotFoundError:
+            return time.time() - folder.lstat().st_mtime > _MAKING
+        except OSError:  # ENXIO
+            return stat.S_ISFIFO(pipe.lstat().st_mode)
     return False

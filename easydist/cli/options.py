@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import logging
 import os
+import resource
 import secrets
 import stat
 import tempfile
@@ -30,6 +31,8 @@ _OWN = _OF_ALL | _OF_SLURM
 _TAKES = {"on", *_OF_ALL, "nproc_per_node", "job_key", "module", "no_python", "training_script", "training_script_args"}
 _ALSO = {"ray": set[str](), "slurm": {*_OF_SLURM, "survivors"}}
 _INSTEAD = {"nnodes": "; use --nodes", "survivors": ": a lost rank ends the command there"}
+_FILES, _FILES_OF_RANK = 20, 6
+"""The descriptors that torchrun uses, and those for each rank: its output's files and its connections to the store."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -187,6 +190,19 @@ def check_values(args: argparse.Namespace) -> None:
         raise click.UsageError(f"{', '.join(too_small)}: give a number above 0")
     if not 0 <= (args.master_port or 0) < 1 << 16:
         raise click.UsageError(f"--master-port: {args.master_port} is no port")
+    _warn_of_few_files(config.nproc_per_node)
+
+
+def _warn_of_few_files(ranks: int) -> None:
+    """Say that a limit is too low, because the errors of torch that follow do not."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES + _FILES_OF_RANK * ranks
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        click.echo(
+            f"easydist run: only {limit} files may be open, and {ranks} ranks need about {needed}: "
+            f"raise the limit, such as by ulimit -n {max(1024, 2 * needed)}",
+            err=True,
+        )
 
 
 def job_key(path: str) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import resource
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from easydist.cli.failures import report, traceback_in
 from easydist.cli.lines import _Screen, tail
 from easydist.cli.main import main
-from easydist.cli.options import _has_own_interpreter
+from easydist.cli.options import _has_own_interpreter, check_values, parsed
 
 HELLO = "import os, sys\nprint('hello', os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
 
@@ -433,6 +434,17 @@ def test_wrong_options_give_a_suggestion(option):
 def test_wrong_values_of_options_are_refused_before_any_rank_starts(options, text):
     said = CliRunner().invoke(main, ["run", *options.split(), __file__])
     assert (said.exit_code, text in said.output) == (2, True), said.output
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_named(monkeypatch, capsys):
+    args = parsed(["-n", "200", __file__])
+    for limit in (1024, resource.RLIM_INFINITY, 4096):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        check_values(args)
+    assert capsys.readouterr().err == (
+        "easydist run: only 1024 files may be open, and 200 ranks need about 1220: "
+        "raise the limit, such as by ulimit -n 2440\n"
+    )
 
 
 def test_a_script_that_is_not_there_is_said_at_once():

@@ -116,8 +116,10 @@ def test_a_command_that_is_not_there_is_named(tmp_path):
 
 def test_only_folders_of_ended_launchers_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("without-a-pipe", "ended"):
+    for name in ("without-a-pipe", "ended", "removed-in-part"):
         (tmp_path / f"easydist-run-{name}").mkdir()
+    (tmp_path / "easydist-run-removed-in-part" / "logs").mkdir()
+    os.utime(tmp_path / "easydist-run-removed-in-part", (0, 0))
     os.mkfifo(tmp_path / "easydist-run-ended" / PIPE)
     (elsewhere := tmp_path / "elsewhere").mkdir()
     os.mkfifo(elsewhere / PIPE)
