@@ -54,7 +54,8 @@ class ReaderEnd(End):
         try:
             return Receiver(handle.address, handle.key, rank, own_record(), self._writer)
         except OSError as error:
-            at = "{}:{}".format(*handle.address)
+            host, port = handle.address
+            at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise ConnectionError(
                     f"MessageQueue: no connection to {name_of(self._writer)} at {at}: {error.strerror}. Close some "

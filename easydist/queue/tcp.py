@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import torch
@@ -39,6 +39,9 @@ _LEAVE = b"L"
 _PENDING, _PATIENCE = 64, 10.0
 """The number of unauthenticated connections allowed, and the seconds that each may take."""
 
+_ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Hosts for documentation, which nobody has."""
+
 _NO_FILES = errno.EMFILE, errno.ENFILE
 
 
@@ -46,25 +49,36 @@ def own_address() -> str:
     """Return the address by which other hosts reach this one; loopback if there is no network.
 
     It is that of the interface which ``GLOO_SOCKET_IFNAME`` names, else that of the default route, else one that a
-    connection to another host has.
+    connection to another host has; of IPv6 only if there is none of IPv4.
     """
-    if (found := _of_interface(os.environ.get("GLOO_SOCKET_IFNAME", ""))) is not None:
-        return found
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # connecting a UDP socket sends nothing
-        return str(probe.getsockname()[0])
-    return next((one for one in keepalive.addresses() if ":" not in one), "127.0.0.1")
+    of_interface, connected = _of_interface(os.environ.get("GLOO_SOCKET_IFNAME", "")), keepalive.addresses()
+    routed = [_of_route(family, host) for family, host in _ELSEWHERE.items()]
+    return _first(of_interface) or _first([routed[0], *connected, routed[1]]) or "127.0.0.1"
 
 
-def _of_interface(names: str) -> str | None:
-    """Return the first address of interfaces."""
+def _of_interface(names: str) -> list[str]:
+    """Return the addresses of interfaces."""
     if not names:
-        return None
+        return []
     import psutil
 
     found = psutil.net_if_addrs()
     every = (one for name in names.split(",") for one in found.get(name, ()))
-    return next((str(one.address) for one in every if one.family is socket.AF_INET), None)
+    return [str(one.address) for one in every if one.family in _ELSEWHERE]
+
+
+def _of_route(family: socket.AddressFamily, host: str) -> str:
+    """Return the address of this host on its way to another one; "" if there is none."""
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # connecting a UDP socket sends nothing
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def _first(addresses: Iterable[str]) -> str | None:
+    """Return the first address of IPv4, else of IPv6 that other hosts reach; None if there is none."""
+    known = [one for one in addresses if one and not one.startswith("fe80:")]
+    return next((one for one in known if ":" not in one), known[0] if known else None)
 
 
 def _joint(key: bytes) -> bytes:

@@ -361,5 +361,20 @@ def test_the_address_is_that_of_the_interface_for_gloo_or_of_a_connection_if_the
     monkeypatch.setattr(socket.socket, "connect", no_network)
     monkeypatch.setattr(tcp.keepalive, "addresses", lambda: ["fe80::1", "10.0.0.3", "10.0.1.3"])
     assert tcp.own_address() == "10.0.0.3"
+    monkeypatch.setattr(tcp.keepalive, "addresses", lambda: ["fe80::1", "fd00::3"])
+    assert tcp.own_address() == "fd00::3"  # a host without IPv4
     monkeypatch.setattr(tcp.keepalive, "addresses", list)
     assert tcp.own_address() == "127.0.0.1"
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="the system has no IPv6")
+def test_a_reader_connects_over_ipv6(monkeypatch):
+    monkeypatch.setattr("easydist.queue.writer.own_address", lambda: "::1")
+    writer = MessageQueue(1, 0)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    writer.enqueue(1)
+    assert reader.dequeue(SOON) == 1
+    writer.close()
+    with pytest.raises(ConnectionError, match=r"is not listening at \[::1\]:\d+ "):
+        MessageQueue.create_from_handle(writer.export_handle(), 0)
+    reader.close()
