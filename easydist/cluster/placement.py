@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from easydist.base.wording import named
 from easydist.errors import CollectiveTimeout
+
+_log = logging.getLogger("easydist")
+
+_TELLS_AFTER = 30
+"""Seconds after which the log says that the resources are not free."""
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
@@ -43,14 +49,24 @@ class Placement:
         bundle = {name: amount * self._each for name, amount in resources.items()}
         self._group = placement_group([bundle] * count, strategy=strategy)
         try:
-            if not self._group.wait(math.ceil(seconds)):  # it would cut off the fraction
-                raise self.too_little(seconds)
+            self._wait(seconds)
             places = placement_group_table(self._group)["bundles_to_node_id"]
         except BaseException:
             self.remove()
             raise
         found = list(dict.fromkeys(places[bundle] for bundle in range(count)))
         self._bundles = sorted(range(count), key=lambda bundle: found.index(places[bundle]))
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until the resources are free."""
+        silent = min(seconds, _TELLS_AFTER)
+        if self._group.wait(math.ceil(silent)):  # it would cut off the fraction
+            return
+        if seconds > silent:
+            _log.warning("%s\nStill waiting.", self._missing(silent))
+            if self._group.wait(math.ceil(seconds - silent)):
+                return
+        raise self.too_little(seconds)
 
     def options(self, rank: int) -> dict[str, Any]:
         """Return the options of the actor of a rank. If its node has died, Ray moves its bundle to another one."""
@@ -73,6 +89,11 @@ class Placement:
 
     def too_little(self, seconds: float) -> CollectiveTimeout:
         """Return the error for ranks that got no resources in time."""
+        advice = "Ask for less, end what uses the rest, or give the cluster more time to grow (timeout=)."
+        return CollectiveTimeout(f"{self._missing(seconds)}\n{advice}")
+
+    def _missing(self, seconds: float) -> str:
+        """Return how much is asked for, and how much of it is free."""
         import ray
 
         free, every = ray.available_resources(), ray.cluster_resources()
@@ -80,8 +101,7 @@ class Placement:
         asked = ", ".join(f"{name} {amount:g}" for name, amount in self._resources.items())
         nodes = sum(node["Alive"] for node in ray.nodes())
         head = f"Ranks: {self._size} ranks with {asked} each ({self._where}) were not started within {seconds:.3g} s"
-        advice = "Ask for less, end what uses the rest, or give the cluster more time to grow (timeout=)."
-        return CollectiveTimeout("\n".join([head, f"  nodes: {nodes} alive", *rows, advice]))
+        return "\n".join([head, f"  nodes: {nodes} alive", *rows])
 
     def remove(self) -> None:
         """Give the resources back, which ends the actors that use them."""

@@ -15,6 +15,7 @@ from launching import within
 
 import easydist
 from easydist import CollectiveTimeout, PeerLostError, RemoteError
+from easydist.cluster import placement
 from easydist.shm import progress
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
@@ -317,6 +318,15 @@ def test_too_few_resources_are_told_and_nothing_stays(shared):
     assert "\n  rank: 1 of 4 free\n" in str(caught.value)
     assert alive() == before
     assert ray.available_resources()["rank"] == 1
+
+
+def test_a_long_wait_for_resources_is_logged(shared, monkeypatch, caplog):
+    monkeypatch.setattr(placement, "_TELLS_AFTER", 0.1)
+    with pytest.raises(CollectiveTimeout, match=r"were not started within 0.2 s"):
+        easydist.ray.Ranks(9, resources={"rank": 1}, timeout=0.2)
+    (said,) = caplog.messages
+    assert said.startswith("Ranks: 9 ranks with rank 1 each (PACK) were not started within 0.1 s\n")
+    assert said.endswith("\n  rank: 1 of 4 free\nStill waiting.")
 
 
 def places():
