@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from easydist import settings
@@ -13,7 +15,7 @@ from easydist.base.wording import named
 from easydist.cluster import failures
 from easydist.cluster.actors import Actors, Loan
 from easydist.cluster.world import Outcome, tell_of_loss, variables
-from easydist.errors import PeerLostError
+from easydist.errors import OverlappingCallError, PeerLostError
 from easydist.liveness.watchdog import interrupts_deferred
 from easydist.typing import Timeout
 
@@ -85,7 +87,7 @@ class Ranks:
         self._variables = dict[int, dict[str, str]]()
         self._lost = dict[int, PeerLostError]()
         self._busy = dict[Any, int]()
-        self._is_lent = False
+        self._is_lent, self._turn = False, threading.Lock()
         self._actors = Actors(
             self.size,
             resources=resources,
@@ -196,26 +198,52 @@ class Ranks:
                 too.
             RuntimeError: Ranks are busy, because they did not react to Ctrl-C; or these ranks are closed, or a notebook
                 has them.
+            OverlappingCallError: Another thread runs a function on these ranks, or restarts them.
 
         Cost: one call of each actor. After a failure, the ranks also meet in a new world.
         """
         import ray
 
         message = _packed(fn, args, kwargs)
-        self._demand_ready()
-        if self._needs_meeting:
-            self._meet(time.monotonic() + self._actors.limit)
-        sent = message if len(message) <= _INLINE else ray.put(message)
+        with self._alone("run"):
+            self._demand_ready()
+            if self._needs_meeting:
+                self._meet(time.monotonic() + self._actors.limit)
+            return self._called(message if len(message) <= _INLINE else ray.put(message))
+
+    def _called(self, message: Any) -> list[Any]:
+        """Let all ranks call a function, and return the results."""
         answers: dict[int, Outcome | PeerLostError] = {}
         try:
             with interrupts_deferred():  # a call that no reference is known of could not be interrupted
-                self._busy = {actor.call.remote(sent): rank for rank, actor in self._actors.items()}
+                self._busy = {actor.call.remote(message): rank for rank, actor in self._actors.items()}
             for rank, answer in self._actors.answers(self._busy, lambda: self._look(answers)):
                 answers[rank] = self._outcome(rank, answer)
         except BaseException:
             self._interrupt()
             raise
         return self._results(answers)
+
+    @contextlib.contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        """Refuse other calls while this one works with the ranks.
+
+        Raises:
+            OverlappingCallError: Another one does.
+        """
+        has_turn = False
+        try:
+            with interrupts_deferred():
+                has_turn = self._turn.acquire(blocking=False)
+            if not has_turn:
+                raise OverlappingCallError(
+                    f"{call}: another thread runs a function on these ranks, or restarts them: wait for it, or make "
+                    "other Ranks for this thread"
+                )
+            yield
+        finally:
+            if has_turn:
+                self._turn.release()
 
     def _outcome(self, rank: int, answer: Any) -> Outcome | PeerLostError:
         import ray
@@ -296,18 +324,20 @@ class Ranks:
             TypeError: ``ranks`` is not a list of integers.
             ValueError: There is no such rank.
             RuntimeError: These ranks are closed, or a notebook has them, or others are lost or busy.
+            OverlappingCallError: Another thread runs a function on these ranks, or restarts them.
             CollectiveTimeout: There are no resources for them; they stay lost.
             PeerLostError: A rank ended while it started.
         """
         again = sorted(range(self.size) if ranks is None else {*integers("ranks", ranks, "a list of ranks")})
         if unknown := [rank for rank in again if not 0 <= rank < self.size]:
             raise ValueError(f"restart: there is no {named(unknown)}: there are {self.size} ranks")
-        self._demand_own()
-        if away := sorted({*self._lost, *self._still_busy()} - {*again}):
-            advice = f"ranks.restart({sorted({*again, *away})})"
-            raise RuntimeError(f"restart: {named(away)} could not join the others, being lost or busy: {advice}")
-        self._busy.clear()
-        self._meet(self._start(again))
+        with self._alone("restart"):
+            self._demand_own()
+            if away := sorted({*self._lost, *self._still_busy()} - {*again}):
+                advice = f"ranks.restart({sorted({*again, *away})})"
+                raise RuntimeError(f"restart: {named(away)} could not join the others, being lost or busy: {advice}")
+            self._busy.clear()
+            self._meet(self._start(again))
 
     def lend(self) -> Loan:
         """Give the actors to a notebook; until it gives them back, ``run`` and ``restart`` are errors.
@@ -316,8 +346,9 @@ class Ranks:
             PeerLostError: Some ranks are lost.
             RuntimeError: Some are busy, or these ranks are closed or lent.
         """
-        self._demand_ready()
-        self._is_lent = self._needs_meeting = True
+        with self._alone("start"):
+            self._demand_ready()
+            self._is_lent = self._needs_meeting = True
         return Loan(self._actors, self._start, self._take_back)
 
     def _take_back(self, busy: dict[Any, int]) -> None:

@@ -14,7 +14,7 @@ from actors import HEAD, MARKS, MORTAL, logs, travels
 from launching import within
 
 import easydist
-from easydist import CollectiveTimeout, PeerLostError, RemoteError
+from easydist import CollectiveTimeout, OverlappingCallError, PeerLostError, RemoteError
 from easydist.cluster import placement
 from easydist.shm import progress
 
@@ -288,6 +288,23 @@ def ignores(begun):
         while True:
             with contextlib.suppress(KeyboardInterrupt):
                 threading.Event().wait()
+
+
+def waits_for(fifo):
+    return fifo.read_text() if rank() == 0 else ""
+
+
+def test_a_second_thread_is_refused_and_disturbs_nothing(ranks, tmp_path):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    results = []
+    thread = threading.Thread(target=lambda: results.append(ranks.run(waits_for, fifo)))
+    thread.start()
+    with open(fifo, "w"):  # once rank 0 waits
+        for call in (lambda: ranks.run(gathered), lambda: ranks.restart([0])):
+            with pytest.raises(OverlappingCallError, match=r"^(run|restart): another thread runs a function on these"):
+                call()
+    thread.join(within(20))
+    assert results == [[""] * 3]
 
 
 def test_a_rank_that_ignores_ctrl_c_is_named_and_replaced(ranks, tmp_path, monkeypatch):
