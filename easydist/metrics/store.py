@@ -6,7 +6,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,9 @@ __all__ = ["Store", "copied"]
 _BLOCK = 1 << 20
 """The bytes from which rows are joined to a block, so that many small updates do not remain many small tensors."""
 
+_WINDOW = 1 << 30
+"""The bytes of a file that are mapped at once, a multiple of the system's granularity."""
+
 RowLeaves = list[Any]
 """The rows of each column: a tensor, an array that no tensor can hold, or a list."""
 
@@ -39,23 +42,23 @@ class _File:
         file: IO[bytes] = tempfile.TemporaryFile(prefix="easydist-", dir=folder, buffering=0)  # noqa: SIM115
         weakref.finalize(self, file.close)
         self.opened = file
-        self._mapped: Callable[[], mmap.mmap | None] = _nothing
+        self._windows = weakref.WeakValueDictionary[int, mmap.mmap]()
 
-    def mapped(self, stop: int) -> mmap.mmap:
-        """Return the memory of the file, at least up to ``stop``.
+    def mapped(self, start: int, stop: int) -> memoryview:
+        """Return the memory of a part of the file.
 
-        It is that of an earlier call as long as anything refers to it: each mapping takes a file descriptor (in Python
-        3.12 and older), so one for each tree would soon be too many.
+        All parts of a window share its mapping, as long as anything refers to it: each mapping takes a file descriptor
+        (in Python 3.12 and older), so one for each tree would soon be too many. One for the whole file fails if that is
+        larger than the computer's memory.
         """
-        memory = self._mapped()
-        if memory is None or len(memory) < stop:
-            memory = mmap.mmap(self.opened.fileno(), 0, access=mmap.ACCESS_COPY)  # 0: all of it
-            self._mapped = weakref.ref(memory)
-        return memory
-
-
-def _nothing() -> None:
-    return None
+        first = start // _WINDOW * _WINDOW
+        memory = self._windows.get(first)
+        if memory is None or first + len(memory) < stop:
+            size = os.fstat(self.opened.fileno()).st_size
+            nbytes = min(size, max(stop, first + _WINDOW)) - first
+            memory = mmap.mmap(self.opened.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=first)
+            self._windows[first] = memory
+        return memoryview(memory)[start - first : stop - first]
 
 
 class Spooled(NamedTuple):
@@ -67,8 +70,7 @@ class Spooled(NamedTuple):
 
     def read(self) -> Tree:
         """Return the tree. It is mapped, not read, so its pages are loaded when they are used."""
-        stop = self.start + self.nbytes
-        memory = memoryview(self.file.mapped(stop))[self.start : stop]
+        memory = self.file.mapped(self.start, self.start + self.nbytes)
         return tree_in(memory, header.decode(memory))[0]
 
 

@@ -15,7 +15,8 @@ from hypothesis import given, settings, strategies as st
 
 import easydist
 from easydist import MetricCollector, RemoteError
-from easydist.metrics import windows
+from easydist.metrics import store, windows
+from easydist.metrics.store import Spool
 from easydist.testing import distributed
 
 ALL = (1, 2, 3, 4)
@@ -365,6 +366,24 @@ def test_a_full_disk_is_named_and_the_rows_are_kept(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     collector.update([0], x=torch.full((1, 1 << 20), 0.0))
     assert collector.compute()["x"][:, 7].tolist() == [0, 1]
+
+
+def test_a_file_larger_than_the_computers_memory_is_read():
+    """The system refuses to map all of it at once."""
+    spool = Spool()
+    first = spool.append([torch.ones(2)])
+    os.truncate(first.file.opened.fileno(), 1 << 42)
+    assert first.read()[0].tolist() == [1, 1]
+
+
+def test_rows_in_windows_of_a_file_are_read(monkeypatch):
+    """Also those that lie in two windows, and those that came after their window was mapped."""
+    monkeypatch.setattr(store, "_WINDOW", 1 << 16)
+    spool, kept = Spool(), []
+    for nbytes in (1 << 14, 1 << 17, 1 << 16, 3, 1 << 15):
+        kept.append((spool.append([torch.full((nbytes,), len(kept), dtype=torch.uint8)]), nbytes))
+        read = [(spooled.read()[0].unique().tolist(), len(spooled.read()[0])) for spooled, _ in kept]
+        assert read == [([i], length) for i, (_, length) in enumerate(kept)]
 
 
 KILLED = """
