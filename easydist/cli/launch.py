@@ -30,6 +30,10 @@ from easydist.cli.lines import show_whole_lines
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SECONDS = 5.0
+_TOGETHER = 0.2
+"""The seconds within which further signals count as one: ``timeout``, for example, sends each to a process and to its
+group."""
+
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
@@ -165,10 +169,12 @@ def _killing_at_second_signal() -> Iterator[None]:
 
 def _kill_at_second(pipe: int) -> None:
     """Read the numbers of the signals that arrive; at the second one that ends processes, kill the children."""
-    heard = 0
+    first = None
     while numbers := os.read(pipe, 64):
-        heard += sum([number in _ENDING for number in numbers])
-        if heard > 1:
+        if not any(number in _ENDING for number in numbers):
+            continue
+        first = first or time.monotonic()
+        if time.monotonic() - first > _TOGETHER:
             _kill_children()
     os.close(pipe)
 

@@ -5,6 +5,7 @@ import io
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -18,6 +19,7 @@ from test_env import easydist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from easydist.cli.failures import report, traceback_in
+from easydist.cli.launch import _TOGETHER
 from easydist.cli.lines import _Screen, tail
 from easydist.cli.main import main
 from easydist.cli.options import _has_own_interpreter, check_values, parsed
@@ -398,6 +400,8 @@ def test_ctrl_c_leaves_no_orphan(tmp_path):
         assert len(pids) == 4, process.communicate()
         process.send_signal(signal.SIGINT)
         assert "ignored" in process.stdout.readline()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2 * _TOGETHER)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()
     finally:
@@ -406,6 +410,30 @@ def test_ctrl_c_leaves_no_orphan(tmp_path):
     assert process.returncode == 130, err
     assert "ended by SIGINT" in err
     assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+SAVES = """
+import signal
+def save(number, frame):
+    signal.sigtimedwait([], 0.5)
+    print("saved", flush=True)
+    raise SystemExit
+signal.signal(signal.SIGTERM, save)
+print("here", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_two_signals_at_once_are_one(tmp_path):
+    """``timeout`` sends one to its child and one to its group, and a terminal's Ctrl-C may be passed on by a parent."""
+    command = [sys.executable, "-m", "easydist", "run", "-n", "1", script(tmp_path, SAVES)]
+    process = launching.start(*command, env=os.environ | {"PYTHONPATH": launching.ROOT})
+    assert process.stdout.readline() == "[rank 0] here\n"
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+    ((out, _),) = launching.finished(process)
+    assert (process.returncode, out) == (128 + signal.SIGTERM, "[rank 0] saved\n")
 
 
 @pytest.mark.parametrize("option", ["--nnods", "--nodes"])
