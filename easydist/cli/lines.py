@@ -6,16 +6,22 @@ half there would be followed by one of another rank, or by its own second half w
 
 from __future__ import annotations
 
+import codecs
 import functools
+import io
+import locale
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
 import click
 
 __all__ = ["show_whole_lines", "tail"]
+
+_CHUNK = 1 << 20
+"""The most bytes to read at once."""
 
 _LONGEST = 1 << 24
 """The characters of a line that are held back until its end comes; more are shown at once."""
@@ -54,21 +60,29 @@ def tail(
         if finished.is_set():
             return
         time.sleep(interval_sec)
-    screen, held = _screen_of(dst), ""
-    with open(file, errors="replace") as lines:
+    screen, held, decoder = _screen_of(dst), "", _decoder()
+    with open(file, "rb", buffering=0) as written:
         while True:
             was_finished = finished.is_set()  # asked before reading: what was written before it must not stay unread
-            found = lines.readline(_LONGEST)
-            held += found
-            is_part = not found.endswith("\n") and len(held) < _LONGEST
-            if held and not (found and is_part):
-                if log_line_filter is None or log_line_filter(held):
-                    screen.show(header, held)
-                held = ""
+            found = written.read(_CHUNK)
+            *ended, held = f"{held}{decoder.decode(found, final=was_finished and not found)}".split("\n")
+            lines = [f"{line}\n" for line in ended]
+            if held and (not found or len(held) >= _LONGEST):
+                lines, held = [*lines, held], ""
+            if log_line_filter is not None:
+                lines = [*filter(log_line_filter, lines)]
+            if lines:
+                screen.show(file, header, lines)
             if was_finished and not found:
                 return
-            if is_part and not was_finished:
+            if len(found) < _CHUNK and not was_finished:
                 time.sleep(interval_sec)
+
+
+def _decoder() -> io.IncrementalNewlineDecoder:
+    """Return what decodes text as ``open`` does, but waits for the rest of a character of which it has a part."""
+    kind = codecs.getincrementaldecoder(locale.getpreferredencoding(False))
+    return io.IncrementalNewlineDecoder(kind("replace"), translate=True)
 
 
 class _Screen:
@@ -84,26 +98,31 @@ class _Screen:
         self._cut_off = set[str]()
         self._is_lost = False
 
-    def show(self, header: str, text: str) -> None:
-        """Show a line or a part of one, on a line of its own or behind this rank's last part.
+    def show(self, source: str, header: str, lines: Sequence[str]) -> None:
+        """Show lines, each on a line of its own, or the first one behind the last part of one from the same source.
 
         Args:
-            header: The text in front of the rank's lines.
-            text: The line.
+            source: The name of the place from which they come.
+            header: The text in front of each.
+            lines: One or more lines; only the last one may lack its end.
         """
         with self._lock:
-            if text == "\n" and header in self._cut_off:  # another rank's line has ended this one
-                self._cut_off.remove(header)
-                return
-            self._cut_off.discard(header)
-            begin = header if self._unended is None else f"\n{header}"
-            if self._unended == header:
-                # In a terminal, the answer to a prompt may have ended the line.
-                begin = header if self._stream.isatty() and text != "\n" else ""
-            elif self._unended is not None:
-                self._cut_off.add(self._unended)
-            self._unended = None if text.endswith("\n") else header
-            self._write(f"{begin}{text}")
+            if lines[0] == "\n" and source in self._cut_off:  # another rank's line has ended this one
+                lines = lines[1:]
+            self._cut_off.discard(source)
+            if lines:
+                self._write(self._begin(source, header, lines[0]) + header.join(lines))
+                self._unended = None if lines[-1].endswith("\n") else source
+
+    def _begin(self, source: str, header: str, text: str) -> str:
+        """Return the text in front of a line or a part of one."""
+        if self._unended is None:
+            return header
+        if self._unended == source:
+            # In a terminal, the answer to a prompt may have ended the line.
+            return header if self._stream.isatty() and text != "\n" else ""
+        self._cut_off.add(self._unended)
+        return f"\n{header}"
 
     def _write(self, text: str) -> None:
         """Write until it fails once: the ranks go on without anybody who sees their output."""

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def shown(*pieces):
     stream = io.StringIO()
     screen = _Screen(stream)
     for header, text in pieces:
-        screen.show(header, text)
+        screen.show(header, header, [text])
     return stream.getvalue()
 
 
@@ -61,23 +62,41 @@ def test_output_that_cannot_be_written_is_an_error_once(capsys):
     with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # its buffer stays full
         screen = _Screen(full)
         for number in range(3):
-            screen.show("0 ", f"{number}\n")
+            screen.show("file", "0 ", [f"{number}\n"])
     said = "easydist run: cannot show the ranks' output any more: No space left on device\n"
     assert capsys.readouterr().err == said
 
 
-def test_a_line_that_is_half_written_is_shown_whole():
+def tailed(*pieces):
+    """Return what is shown of pieces that a rank writes, each read on its own."""
     read, write = os.pipe()
     stream, finished = io.StringIO(), threading.Event()
     reader = threading.Thread(target=tail, args=("0 ", f"/dev/fd/{read}", stream, finished, 0.01))
     reader.start()
-    os.write(write, b"first\nhalf")
-    os.write(write, b" a line\rbar\rend")
+    for piece in pieces:
+        os.write(write, piece)
+        while select.select([read], [], [], 0)[0]:
+            pass
     finished.set()
     os.close(write)
     reader.join()
     os.close(read)
-    assert stream.getvalue() == "0 first\n0 half a line\n0 bar\n0 end"
+    return stream.getvalue()
+
+
+def test_a_line_that_is_half_written_is_shown_whole():
+    assert tailed(b"first\nhalf", b" a line\rbar\rend") == "0 first\n0 half a line\n0 bar\n0 end"
+
+
+def test_a_character_or_an_end_of_line_that_is_half_written_is_shown_whole():
+    assert tailed(b"caf\xc3", b"\xa9\r", b"\nend\xc3") == "0 caf\xe9\n0 end\ufffd"
+
+
+def test_ranks_without_a_prefix_do_not_continue_each_others_lines():
+    screen = _Screen(stream := io.StringIO())
+    for source, lines in (("a", ["begins"]), ("b", ["one\n", "two\n"]), ("a", ["\n", "three\n"]), ("b", ["\n"])):
+        screen.show(source, "", lines)
+    assert stream.getvalue() == "begins\none\ntwo\nthree\n\n"
 
 
 @pytest.mark.slow
