@@ -13,6 +13,11 @@ from collections.abc import Iterable
 _MOST = 1024
 """The bytes, beside long text and bytes, up to which pickle may read a pickle: keys of one hash cost little then."""
 
+_MARGIN = 140
+"""The bytes of the head and of the longest opcode: a row that ends within so many more has been read to its end."""
+
+_REACH = _MOST + _MARGIN
+
 _LONGEST = 1 << 16
 """The bytes of all: from here on, pickle writes long text outside of its frame."""
 
@@ -70,17 +75,26 @@ def listed(data: memoryview) -> bytes | None:
 
     Cost: 1 µs for a small dict, and 1 µs for each long text in it.
     """
-    first, further = _plain()
-    found = first.match(data) if len(data) <= _LONGEST else None
+    found = _plain()[0].match(data, 0, _REACH)
+    if found is None or found.end() + 1 != len(data):
+        return _listed_with_long(data, found) if len(data) <= _LONGEST else None
+    row, of_tuple, of_repeated = found.groups()
+    # A tuple in several places may take long: hashing it hashes all of its items again, at every level.
+    if (of_tuple and of_repeated) or data[-1] != _STOP or len(row) > _MOST:
+        return None
+    return _BEGIN + row + _END
+
+
+def _listed_with_long(data: memoryview, found: re.Match[bytes] | None) -> bytes | None:
+    """Return the list of a pickle with long text or bytes behind its first row."""
     start, left, tuples, repeated = found.start(1) if found else 0, _MOST, None, None
     while found:
         row, of_tuple, of_repeated = found.groups()
         at, left = found.end(), left - len(row)
         tuples, repeated = tuples or of_tuple, repeated or of_repeated
-        # A tuple in several places may take long: hashing it hashes all of its items again, at every level.
         if left < 0 or (tuples and repeated) or at == len(data):
             return None
         if data[at] == _STOP and at + 1 == len(data):
             return _BEGIN + data[start:at] + _END
-        found = further.match(data, _after_long(data, at))
+        found = _plain()[1].match(data, after := _after_long(data, at), after + left + _MARGIN)
     return None

@@ -130,6 +130,15 @@ def test_what_may_take_long_is_left_to_the_restricted_decoder(value):
     assert listed(memoryview(pickle.dumps(value, 5))) is None
 
 
+@pytest.mark.parametrize("before", [b"", b"X\xc8\0\0\0" + 200 * b"a"], ids=["first row", "behind long text"])
+def test_rows_are_plain_up_to_a_length(before):
+    """Wherever in an opcode the limit is."""
+    text = b"\x8c\x7f" + 127 * b"t"
+    for nbytes in range(850, 1100):
+        row = nbytes * b"N" + text
+        assert (listed(memoryview(b"\x80\x05" + before + row + b".")) is not None) == (len(row) <= 1024)
+
+
 @pytest.mark.parametrize(
     "many", [b"N", b"K\x07", b"(", b"\x8c\x01a", b"N\x85", b"h\x00", b"C\x00", b"K.", b".", b"X\0\0\0\0"]
 )
@@ -139,8 +148,9 @@ def test_what_is_not_plain_is_found_out_at_all(many):
         assert listed(memoryview(b"\x80\x05" + many * (1000 // len(many)) + end)) is None
 
 
-def test_tuples_in_several_places_are_weighed():
-    data = b"\x80\x05](N\x85\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(40)) + b"}h(Nse."
+@pytest.mark.parametrize("before", [b"", b"X\xc8\0\0\0" + 200 * b"a"], ids=["first row", "behind long text"])
+def test_tuples_in_several_places_are_weighed(before):
+    data = b"\x80\x05](" + before + b"N\x85\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(40)) + b"}h(Nse."
     assert listed(memoryview(data)) is None
     with pytest.raises(WireError, match="more work than its length"):
         load(memoryview(data))

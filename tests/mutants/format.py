@@ -6,16 +6,23 @@ MUTANTS = [
     Mutant(
         "format/plain.py",
         "listed",
+        "(of_tuple and of_repeated) or",
+        "",
+        "tests/format/test_decoding.py -k are_weighed --timeout 20",
+    ),
+    Mutant(
+        "format/plain.py",
+        "_listed_with_long",
         "or (tuples and repeated)",
         "",
         "tests/format/test_decoding.py -k are_weighed --timeout 20",
     ),
     Mutant(
         "format/plain.py",
-        "listed",
+        "_listed_with_long",
         "left < 0 or ",
         "",
-        "tests/format/test_decoding.py -k take_long",
+        "tests/format/test_decoding.py -k up_to_a_length",
     ),
     Mutant(
         "format/plain.py",
