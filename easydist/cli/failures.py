@@ -39,12 +39,20 @@ def report(failures: Mapping[int, ProcessFailure], logs: Path) -> int:
     when = "because of another rank" if _is_because_of_others(said[first][1]) else "first"
     click.echo(f"\nRank {first} failed {when}: {_how(failures[first], said[first][1])}.", err=True)
     click.echo(traceback_in(said[first][1]) or _nothing(failures[first]), err=True)
-    if not shutil.disk_usage(logs).free:  # then a rank's own words are lost
+    if _is_full(logs):  # then a rank's own words are lost
         click.echo(f"No space is left in {logs}, where the ranks' output is kept: set TMPDIR or --log-dir.", err=True)
     for rank in others:
         how = _how(failures[rank], said[rank][1])
         click.echo(f"Rank {rank}: {how}. {_last_line(said[rank][1])}".rstrip(), err=True)
     return _status(failures[first], said[first][1])
+
+
+def _is_full(folder: Path) -> bool:
+    """True if no space is left for a folder's files; False if it has been removed."""
+    try:
+        return not shutil.disk_usage(folder).free
+    except OSError:
+        return False
 
 
 def _status(failure: ProcessFailure, said: str) -> int:

@@ -291,6 +291,12 @@ def test_a_full_disk_is_named(tmp_path, capsys, monkeypatch):
     assert said in capsys.readouterr().err
 
 
+def test_a_failure_is_reported_if_the_folder_of_the_output_has_been_removed(tmp_path, capsys):
+    """A program that removes old temporary files may have done so."""
+    assert report({0: ProcessFailure(0, 100, 3, "")}, tmp_path / "removed") == 3
+    assert "Rank 0 failed first: process 100 ended with exit status 3." in capsys.readouterr().err
+
+
 def test_a_rank_that_a_signal_without_a_name_kills_is_reported(tmp_path, capsys):
     assert report({0: ProcessFailure(0, 100, -35, "")}, tmp_path) == 163
     assert "Rank 0 failed first: process 100 was killed by signal 35." in capsys.readouterr().err
