@@ -235,7 +235,10 @@ def site() -> str:
 
 
 async def in_thread(function: Callable[[], R]) -> R:
-    """Call a function in a thread, as ``asyncio.to_thread`` does. The site of its calls is the line that awaits."""
+    """Call a function in a thread, as ``asyncio.to_thread`` does.
+
+    The site of its calls is the line that awaits; in a task of its own, the line that runs the event loop.
+    """
     context = contextvars.copy_context()
     context.run(_given.set, site())
     return await asyncio.get_running_loop().run_in_executor(None, context.run, function)
@@ -244,7 +247,12 @@ async def in_thread(function: Callable[[], R]) -> R:
 _given: contextvars.ContextVar[str | None] = contextvars.ContextVar("site", default=None)
 """The site of calls in a thread whose stack does not show it."""
 
-_inside: tuple[str, ...] = (os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__, logging.__file__)
+_inside: tuple[str, ...] = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(asyncio.__file__) + os.sep,
+    contextlib.__file__,
+    logging.__file__,
+)
 
 
 def as_inside(folder: str, counts: bool) -> None:

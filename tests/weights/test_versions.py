@@ -310,12 +310,14 @@ def test_coroutines_that_receive_at_the_same_time_take_turns(rank):
     assert asyncio.run(update()) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("as_task", [False, True])
 @distributed(world_size=2)
-def test_an_error_names_the_line_that_awaits(rank):
-    """The stack of the thread in which the version arrives begins in the standard library."""
+def test_an_error_names_the_line_that_awaits(as_task, rank):
+    """The stack of the thread in which the version arrives begins in the standard library, as that of a task does."""
 
     async def update():
-        await WeightReceiver().areceive()
+        coming = WeightReceiver().areceive()
+        await (asyncio.create_task(coming) if as_task else coming)
 
     with pytest.raises(DisagreementError, match=r"rank 1: +publish.* at tests/weights/test_versions.py:\d+"):
         easydist.gather(1) if rank == 0 else asyncio.run(update())
