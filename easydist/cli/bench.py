@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from easydist.cli.loading import loading
+
 if TYPE_CHECKING:
     from easydist.cli.measure import BenchRow
 
@@ -51,8 +53,9 @@ def bench(sizes: Sequence[int], seconds: float, only: str, plot: str | None, as_
 
 
 def _measured(size: int, seconds: float, only: str) -> list[dict[str, Any]]:
-    from easydist.cli.measure import measure
-    from easydist.testing import Pool
+    with loading():
+        from easydist.cli.measure import measure
+        from easydist.testing import Pool
 
     with Pool(timeout=600) as pool:
         return [_summary(size, row) for row in pool.run(measure, size, seconds=seconds, only=only)[0]]

@@ -17,6 +17,7 @@ import click
 
 from easydist import settings
 from easydist.base.version import VERSION
+from easydist.cli.loading import loading
 
 _PACKAGES = ("torch", "accelerate", "transformers", "safetensors", "numpy", "psutil", "mpi4py", "ray")
 _LIBRARIES = ("ACCELERATE_", "CUDA_", "EASYDIST_", "GLOO_", "NCCL_", "OMP_", "SLURM_", "TORCH_", "TORCHELASTIC_")
@@ -75,8 +76,9 @@ def _versions() -> dict[str, str]:
 
 
 def _devices() -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
+    with loading():
+        import torch
+        import torch.distributed as dist
 
     found: dict[str, Any] = {"backends": _backends(dist) if dist.is_available() else "none"}
     if torch.cuda.is_available():

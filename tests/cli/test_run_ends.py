@@ -193,9 +193,12 @@ def test_ctrl_c_ends_ranks_and_removes_the_folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_torch_loads_ends_it_at_once(tmp_path):
-    command = [sys.executable, "-m", "easydist", "run", script(tmp_path, "print('ran')")]
-    process = launching.start(*command, env=os.environ | {"PYTHONPATH": launching.ROOT})
+@pytest.mark.parametrize("command", ["run", "check", "bench", "env"])
+def test_ctrl_c_while_torch_loads_ends_it_at_once(tmp_path, command):
+    rest = [script(tmp_path, "print('ran')")] if command == "run" else []
+    process = launching.start(
+        sys.executable, "-m", "easydist", command, *rest, env=os.environ | {"PYTHONPATH": launching.ROOT}
+    )
     end = time.monotonic() + launching.within(30)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < end:
         time.sleep(0.001)
