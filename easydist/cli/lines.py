@@ -7,9 +7,12 @@ half there would be followed by one of another rank, or by its own second half w
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import io
 import locale
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -138,4 +141,8 @@ class _Screen:
 
 @functools.cache
 def _screen_of(stream: TextIO) -> _Screen:
+    """Return the screen of a stream, which is one for stdout and stderr if both go to the same terminal or file."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # one of them may be closed, or no file
+        if stream is sys.stderr and os.path.sameopenfile(sys.stdout.fileno(), stream.fileno()):
+            return _screen_of(sys.stdout)
     return _Screen(stream)

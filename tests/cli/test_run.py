@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from easydist.cli.failures import report, traceback_in
 from easydist.cli.launch import _TOGETHER
-from easydist.cli.lines import _Screen, tail
+from easydist.cli.lines import _Screen, _screen_of, tail
 from easydist.cli.main import main
 from easydist.cli.options import _has_own_interpreter, check_values, parsed
 
@@ -56,6 +56,19 @@ def test_a_line_without_an_end_goes_on_unless_another_rank_has_written():
     assert shown(("0 ", "a"), ("0 ", "b"), ("0 ", "\n"), ("1 ", "c\n")) == "0 ab\n1 c\n"
     assert shown(("0 ", "a"), ("1 ", "c\n"), ("0 ", "\n"), ("0 ", "b\n")) == "0 a\n1 c\n0 b\n"
     assert shown(("0 ", "a"), ("1 ", "c"), ("0 ", "b\n"), ("1 ", "\n"), ("1 ", "\n")) == "0 a\n1 c\n0 b\n1 \n"
+
+
+def test_stderr_does_not_continue_lines_of_stdout_on_the_same_terminal(tmp_path, monkeypatch):
+    path = tmp_path / "terminal"
+    with open(path, "w") as out, os.fdopen(os.dup(out.fileno()), "w") as err, open(os.devnull, "w") as other:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        _screen_of(out).show("0/stdout.log", "0 ", ["begins"])
+        _screen_of(err).show("0/stderr.log", "0 ", ["warns\n"])
+        _screen_of(out).show("0/stdout.log", "0 ", ["ends\n"])
+        monkeypatch.setattr(sys, "stderr", other)
+        assert _screen_of(other) is not _screen_of(out)
+    assert path.read_text() == "0 begins\n0 warns\n0 ends\n"
 
 
 def test_output_that_cannot_be_written_is_an_error_once(capsys):
