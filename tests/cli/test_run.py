@@ -19,8 +19,8 @@ from click.testing import CliRunner
 from test_env import easydist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from easydist.cli import launch
 from easydist.cli.failures import report, traceback_in
-from easydist.cli.launch import _TOGETHER
 from easydist.cli.lines import _Screen, _screen_of, tail
 from easydist.cli.main import main
 from easydist.cli.options import _has_own_interpreter, check_values, parsed
@@ -439,7 +439,7 @@ def test_ctrl_c_leaves_no_orphan(tmp_path):
         process.send_signal(signal.SIGINT)
         assert "ignored" in process.stdout.readline()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(2 * _TOGETHER)
+            process.wait(2 * launch._TOGETHER)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()
     finally:
@@ -450,28 +450,17 @@ def test_ctrl_c_leaves_no_orphan(tmp_path):
     assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
 
 
-SAVES = """
-import signal
-def save(number, frame):
-    signal.sigtimedwait([], 0.5)
-    print("saved", flush=True)
-    raise SystemExit
-signal.signal(signal.SIGTERM, save)
-print("here", flush=True)
-signal.pause()
-"""
-
-
-@pytest.mark.slow
-def test_two_signals_at_once_are_one(tmp_path):
+@pytest.mark.parametrize(("seconds", "kills"), [(60, 0), (-1, 1)])
+def test_two_signals_at_once_are_one(monkeypatch, seconds, kills):
     """``timeout`` sends one to its child and one to its group, and a terminal's Ctrl-C may be passed on by a parent."""
-    command = [sys.executable, "-m", "easydist", "run", "-n", "1", script(tmp_path, SAVES)]
-    process = launching.start(*command, env=os.environ | {"PYTHONPATH": launching.ROOT})
-    assert process.stdout.readline() == "[rank 0] here\n"
-    for _ in range(2):
-        process.send_signal(signal.SIGTERM)
-    ((out, _),) = launching.finished(process)
-    assert (process.returncode, out) == (128 + signal.SIGTERM, "[rank 0] saved\n")
+    killed = []
+    monkeypatch.setattr(launch, "_TOGETHER", seconds)
+    monkeypatch.setattr(launch, "_kill_children", lambda: killed.append(True))
+    pipe, end = os.pipe()
+    os.write(end, bytes([signal.SIGCHLD, signal.SIGTERM, signal.SIGTERM]))
+    os.close(end)
+    launch._kill_at_second(pipe)
+    assert len(killed) == kills
 
 
 @pytest.mark.parametrize("option", ["--nnods", "--nodes"])
