@@ -5,6 +5,7 @@ graphs and NCCL itself need a real one.
 """
 
 import fcntl
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -56,12 +57,14 @@ def _built():
     """Return the library; one process builds it, and the others wait."""
     from torch.utils import cpp_extension
 
-    folder = Path(cpp_extension.get_default_build_root(), f"{_MODULE}-{torch.__version__}-{sys.version_info.minor}")
+    source = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]  # checkouts share the folder of all builds
+    name = f"{_MODULE}-{torch.__version__}-{sys.version_info.minor}-{source}"
+    folder = Path(cpp_extension.get_default_build_root(), name)
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{_MODULE}.so"
     with open(folder / "building", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists() or library.stat().st_mtime < _SOURCE.stat().st_mtime:
+        if not library.exists():
             flags = ["-O1", "-std=c++20"]
             cpp_extension.load(_MODULE, [str(_SOURCE)], extra_cflags=flags, build_directory=str(folder))
     return library

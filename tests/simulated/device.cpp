@@ -1,6 +1,7 @@
 // A device whose memory the CPU cannot touch: torch's extra device "privateuseone", whose kernels are the CPU's. Whoever
 // reads or writes that memory by address ends the process. Collectives between such devices run some time after they
-// have begun, and spoil their results until then. There are no streams: kernels run at once, and waits block the CPU.
+// have begun, and those into other memory spoil it until then. There are no streams: kernels run at once, and waits
+// block the CPU.
 
 #include <sys/mman.h>
 
@@ -97,12 +98,23 @@ void Memory::copy_data(void* target, const void* source, std::size_t count) cons
 Memory memory;
 
 // Pinned memory is any memory of the CPU that was asked for as such.
+
+std::unordered_set<const void*> pinned;
+
+void unpin(void* address) {
+  {
+    std::lock_guard lock(copying);
+    pinned.erase(address);
+  }
+  c10::GetAllocator(c10::kCPU)->raw_deallocate(address);
+}
+
 struct Pinned final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
-    auto data = c10::GetAllocator(c10::kCPU)->allocate(nbytes);
+    void* address = c10::GetAllocator(c10::kCPU)->raw_allocate(nbytes);
     std::lock_guard lock(copying);
-    pinned.emplace(data.get());
-    return data;
+    pinned.emplace(address);
+    return {address, address, &unpin, c10::kCPU};
   }
   void copy_data(void* target, const void* source, std::size_t count) const override {
     std::memcpy(target, source, count);
@@ -111,9 +123,6 @@ struct Pinned final : c10::Allocator {
     std::lock_guard lock(copying);
     return pinned.count(address) > 0;
   }
-
- private:
-  std::unordered_set<const void*> pinned;
 };
 
 Pinned pinned_memory;
