@@ -51,7 +51,8 @@ def launched():
 def test_a_long_wait_is_mentioned_in_the_log_again_and_again(backend):
     rows, statuses = launched()[f"warn/{backend}"]
     assert statuses == [0, 0]
-    assert rows[1]["warnings"] == []
+    # On a busy machine the other one may be late for the next call.
+    assert [text for text in rows[1]["warnings"] if "rank 1: waits in gather, call 3" in text] == []
     assert len(rows[0]["warnings"]) >= 2
     for text in rows[0]["warnings"]:
         assert re.fullmatch(

@@ -274,7 +274,7 @@ def test_waiting_does_not_use_the_core(pair):
     before = time.process_time()
     with pytest.raises(TimeoutError):
         reader.dequeue(1.0)
-    assert time.process_time() - before < 0.02
+    assert time.process_time() - before < 0.1  # a tenth of a core: 0.005 on an idle machine, 0.03 on a busy one
 
 
 @distributed(world_size=3)
