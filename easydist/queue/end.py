@@ -71,12 +71,22 @@ class Handle:
         """The address for readers on other hosts; None if all are on the writer's. vLLM's executor asks for it."""
         if self.address is None or self.n_reader == len(self.local_reader_ranks):
             return None
-        host, port = self.address
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        return f"tcp://{address_text(self.address)}"
 
     def plain(self) -> tuple[Any, ...]:
         """Return the handle as plain data, which every decoder accepts. ``Handle(*plain)`` restores it."""
         return tuple(vars(self).values())
+
+
+def address_text(address: tuple[str, int]) -> str:
+    """Return a host and a port as one text.
+
+    Example:
+        >>> address_text(("10.0.0.1", 7)), address_text(("2001:db8::1", 7))
+        ('10.0.0.1:7', '[2001:db8::1]:7')
+    """
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def deadline(timeout: Timeout | None) -> float | None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from easydist.groups.sharing import is_wanted
 from easydist.liveness.peer import Peer
-from easydist.queue.end import End, Handle, lost, name_of, own_record
+from easydist.queue.end import End, Handle, address_text, lost, name_of, own_record
 from easydist.queue.tcp import Receiver
 from easydist.shm.ring import RingReader, Shape
 
@@ -54,8 +54,7 @@ class ReaderEnd(End):
         try:
             return Receiver(handle.address, handle.key, rank, own_record(), self._writer)
         except OSError as error:
-            host, port = handle.address
-            at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            at = address_text(handle.address)
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise ConnectionError(
                     f"MessageQueue: no connection to {name_of(self._writer)} at {at}: {error.strerror}. Close some "
