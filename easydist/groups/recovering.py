@@ -144,7 +144,7 @@ class Recovery:
         self._store = store
         self._timed = None if store is None else TimedStore(store)
         self._host = this_host()
-        self._place = f"recovered-{uuid.uuid4().hex}"
+        self._place = f"r{uuid.uuid4().hex[:16]}"  # short: it stands in the register, which has to fit a page
         self._told = RecoveryState(host=self._host)
         self._heard: list[RecoveryState] = []
         self._served: Store | None = None
@@ -339,7 +339,7 @@ class Recovery:
         leads = action.members[0] == self.monitor.rank
         address = (self._told if leads else self._heard[action.members[0]]).address
         if not address.isdigit():
-            return PrefixStore(address, underlying(self._store))
+            return PrefixStore(f"recovered/{address}", underlying(self._store))
         if not leads:
             return reached("127.0.0.1", int(address), limit, check)
         assert self._served is not None

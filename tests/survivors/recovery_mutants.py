@@ -226,7 +226,7 @@ RECOVERING = {
         IN + "_meeting_place", "int(address), limit, check)", "int(address), limit, lambda: None)", False
     ),
     "each member meets in its own store": Mutant(
-        IN + "_meeting_place", "PrefixStore(address,", "PrefixStore(self._place,", False
+        IN + "_meeting_place", "recovered/{address}", "recovered/{self._place}", False
     ),
     "the leader meets in the old store": Mutant(
         IN + "_meeting_place", "return self._served", "return self._store", False
