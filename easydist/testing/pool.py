@@ -202,7 +202,9 @@ class _Worker:
     def stacks(self) -> str:
         """Return the current stacks of all its threads."""
         path = Path(self._stacks.name)
-        first, dump = path.read_text(), ""
+        if not (first := path.read_text()):  # the signal would end a process that has not come so far
+            return ""
+        dump = ""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + DUMPED

@@ -115,8 +115,8 @@ def work(pipe: Connection, stacks: str) -> None:
     """Run tasks until there are no more, or the process that has the pool has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # between tasks Ctrl-C is for that process only
     with contextlib.suppress(EOFError, ConnectionResetError), open(stacks, "w") as file:
-        faulthandler.dump_traceback(file=file)  # shows the end of later dumps
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        faulthandler.dump_traceback(file=file)  # shows the end of later dumps, and that the signal may come
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # a rank without exchanges must not leave while others connect
         torch.set_num_threads(1)
@@ -124,6 +124,8 @@ def work(pipe: Connection, stacks: str) -> None:
         gc.freeze()  # what the fork server has loaded is then not scanned, and copied, again and again
         while (task := pipe.recv()) is not None:
             sys.path[:] = task.path
+            faulthandler.unregister(signal.SIGUSR1)  # a task may have taken the signal, as an event loop does
+            faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
             pipe.send(_outcome(task))
             if dist.is_initialized():  # after the report, since the other ranks fail when the group ends
                 dist.destroy_process_group()

@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import functools
 import os
+import signal
 import tempfile
 import threading
 
@@ -86,6 +87,18 @@ def fail_or_wait(rank):
 def get_stuck_with_threads(rank):
     """Ranks 0 and 2 get stuck with long stacks, once all have got so far; rank 1 fails."""
     with_threads(60, 80, functools.partial(fail_or_wait, rank))
+
+
+def take_the_signal(rank):
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # as an event loop leaves it that handled the signal
+
+
+def test_stacks_are_shown_after_a_task_that_took_the_signal(monkeypatch):
+    monkeypatch.setattr("easydist.testing.pool.GRACE", 0.1)
+    default_pool().run(take_the_signal, 2)
+    error, stuck = failures(2, fail_or_wait)
+    assert (type(error), type(stuck)) == (ValueError, Stuck)
+    assert "in fail_or_wait" in stuck.__notes__[-1]
 
 
 @pytest.mark.slow
