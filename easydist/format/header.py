@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from easydist.base import html
+from easydist.base.garbage import uncollected
 from easydist.data.packing import as_bytes, dtype_name, nbytes, sort_key
 from easydist.errors import WireError
 
@@ -261,7 +262,16 @@ def decode(buffer: Any, apart: bool = False) -> Header:
     """
     view = memoryview(buffer).cast("B")
     begin = 8 + _length(view)
-    header = parse_json(bytes(view[8:begin]))  # an object, as it begins with "{"
+    with uncollected():
+        entries, metadata = _entries(bytes(view[8:begin]))
+    elsewhere = entries[-1].stop if apart and entries else 0
+    _check_cover(entries, len(view) - begin + elsewhere)
+    return Header(tuple(entries), metadata, begin)
+
+
+def _entries(text: bytes) -> tuple[list[Entry], dict[str, str]]:
+    """Return the entries in the order of their data, and the metadata."""
+    header = parse_json(text)  # an object, as it begins with "{"
     metadata = _texts(header.pop("__metadata__", {}), "__metadata__")
     if len(header) > MAX_ENTRIES:
         raise WireError(f"the header has {len(header)} entries, more than {MAX_ENTRIES}")
@@ -270,9 +280,7 @@ def decode(buffer: Any, apart: bool = False) -> Header:
         raise WireError(f"{DTYPES} names {_short(min(unknown))}, which is not an entry")
     entries = [_entry(name, value, notes.get(name)) for name, value in header.items()]
     entries.sort(key=lambda entry: (entry.start, entry.stop))
-    elsewhere = entries[-1].stop if apart and entries else 0
-    _check_cover(entries, len(view) - begin + elsewhere)
-    return Header(tuple(entries), metadata, begin)
+    return entries, metadata
 
 
 def _length(view: memoryview) -> int:

@@ -1,6 +1,7 @@
 """Laws of the safetensors header; what is wrong with it is found before a byte of data is touched."""
 
 import contextlib
+import gc
 import json
 import struct
 import tracemalloc
@@ -272,6 +273,25 @@ def test_100_000_entries_are_fine_and_one_more_is_not():
     assert len(header.decode(buffer).entries) == 100_000
     with pytest.raises(WireError, match="the header has 100001 entries, more than 100000"):
         header.decode(raw({f"{i}": entry([0], [0, 0]) for i in range(100_001)}))
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_garbage_is_collected_after_a_header_as_before_it_and_never_within(is_enabled):
+    good, bad = raw({f"{i}": entry([0], [0, 0]) for i in range(5000)}), raw({"a": 1})
+    before, began = gc.isenabled(), []
+    (gc.enable if is_enabled else gc.disable)()
+    gc.collect()
+    gc.callbacks.append(count := lambda phase, info: began.append(phase))
+    try:
+        header.decode(good)
+        assert len(began) <= 2, "begin and end of one collection, for all objects that were made"
+        assert gc.isenabled() == is_enabled
+        with pytest.raises(WireError):
+            header.decode(bad)
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.callbacks.remove(count)
+        (gc.enable if before else gc.disable)()
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ MUTANTS = [
     ),
     Mutant(
         "format/header.py",
-        "decode",
+        "_entries",
         "key=lambda entry: (entry.start, entry.stop)",
         "key=lambda entry: entry.start",
         "tests/format/test_header.py",
