@@ -6,7 +6,7 @@ What notices it is the seed of a schedule, or the name of a case; ``recording.py
 from sources import Mutant
 
 PAST = {
-    "waits for a store that is stopped": (56, Mutant("rules", "PATIENCE = 0.5", "PATIENCE = 500.0")),
+    "waits for a store that is stopped": (113, Mutant("rules", "PATIENCE = 0.5", "PATIENCE = 500.0")),
     "tells nobody of Ctrl-C at the beginning of a call": (
         69,
         Mutant(
@@ -132,7 +132,7 @@ PAST = {
         ),
     ),
     "goes on behind the others": (
-        183,
+        "a_call_of_two_ends_with_the_call_of_all_that_its_rank_has_missed",
         Mutant(
             "protocol",
             "            if is_between or not self.was_interrupted:\n                yield Step(Do.GIVE_UP)",
@@ -147,7 +147,7 @@ PAST = {
         "a_report_from_before_the_ranks_reconnected_is_over",
         Mutant("rules", "if report.phase == self.phase - 1 and self._met:", "if False:"),
     ),
-    "stays in its phase": (52, Mutant("protocol", "if replies is not None and replies.is_passed:", "if False:")),
+    "stays in its phase": (206, Mutant("protocol", "if replies is not None and replies.is_passed:", "if False:")),
     "takes a final report for one about its call only": (
         "who_leaves_for_good_has_sent_what_it_had_not_given_up",
         Mutant(

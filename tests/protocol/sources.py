@@ -66,12 +66,13 @@ class _Waits(ast.NodeTransformer):
         self._names, self._is_inside = names, False
 
     def visit_FunctionDef(self, node):
-        before, self._is_inside = self._is_inside, node.name in self._names
+        if node.name not in self._names:
+            return node
+        self._is_inside = True
         self.generic_visit(node)
-        if self._is_inside:
-            node.body.insert(0, ast.parse("if False: yield").body[0])  # a generator also without calls that wait
-        self._is_inside = before
-        return node
+        self._is_inside = False
+        node.body.insert(0, ast.parse("if False: yield").body[0])  # a generator also without calls that wait
+        return ast.fix_missing_locations(node)
 
     def visit_Lambda(self, node):
         return node
@@ -104,8 +105,8 @@ def changed(mutant):
 
 @functools.cache
 def _compiled(name, text):
-    tree = _Waits(STEPS.get(name, ())).visit(ast.parse(text))
-    return compile(ast.fix_missing_locations(tree), str(ROOT / FILES[name]), "exec")
+    tree = _Waits(STEPS[name]).visit(ast.parse(text)) if name in STEPS else text
+    return compile(tree, str(ROOT / FILES[name]), "exec")
 
 
 def _full_name(name):
