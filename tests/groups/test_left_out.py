@@ -34,13 +34,13 @@ INTERRUPTED = [f"3/comm_{kind}/{when}_interrupted" for kind in ("shm", "gloo") f
 OFTEN = [f"{size}/{kind}/often" for size, kind in [(2, "shm"), (3, "gloo"), (3, "torch_shm"), (4, "0011")]]
 OFTEN += ["3/comm_shm/often", "3/comm_gloo/often", "2/shm/rounds"]
 ALONE += [f"{case}/{how}" for how in ("chain", "verb") for case in ("4/comm_shm", "4/comm_gloo")]
-ALONE, OFTEN, INTERRUPTED = launching.sampled(ALONE), launching.sampled(OFTEN), launching.sampled(INTERRUPTED, 3)
+ALONE, OFTEN, INTERRUPTED = (launching.sampled(some, 3) for some in (ALONE, OFTEN, INTERRUPTED))
 DIES = [f"3/comm_{kind}/{how}" for kind in ("shm", "gloo") for how in ("chain_dies", "split_dies", "connect_dies")]
 DIES += ["3/comm_shm/signal_dies", "3/comm_shm/connect_dies_late", "3/comm_gloo/connect_dies_late"]
 IN_VAIN = [f"3/{kind}/attempt_dies" for kind in ("shm", "gloo", "torch_shm", "comm_shm", "comm_gloo")]
 IN_VAIN += ["3/shm/meeting_interrupted", "3/gloo/meeting_interrupted"]
 IN_VAIN += [f"{case}/attempt_interrupted" for case in ("3/shm", "3/gloo", "3/torch_shm", "3/comm_shm", "3/comm_gloo")]
-DIES, IN_VAIN = launching.sampled(DIES), launching.sampled(IN_VAIN)
+ALL, DIES, IN_VAIN = launching.sampled(ALL), launching.sampled(DIES), launching.sampled(IN_VAIN, 3)
 
 
 @functools.cache

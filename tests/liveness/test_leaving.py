@@ -24,13 +24,13 @@ WAITS = {
     "gloo": ["all_reduce", "barrier", "send", "recv_object"],
     "hosts": ["all_reduce", "recv"],
     "verbs_shm": ["gather"],
+    "queue": ["broadcast_object"],
     "verbs_gloo": ["gather", "recv"],
     "private_shm": ["gather"],
     "private_gloo": ["gather"],
     "torch_shm": ["all_reduce", "polled", "barrier", "send", "recv", "gather"],
     "comm_shm": ["all_reduce", "asynchronous", "polled", "barrier", "recv", "wait_signal", "gather"],
     "comm_gloo": ["all_reduce", "asynchronous", "polled", "recv", "gather"],
-    "queue": ["broadcast_object"],
 }
 TAKES = {
     "shm": ["isend", "isend_large"],
@@ -52,13 +52,16 @@ ENDS = {
 }
 
 
-def cases(act, methods):
+def cases(act, methods, every=2):
     """Return the cases of these methods, each with another number of ranks than the one before."""
     pairs = [(kind, method) for kind, known in methods.items() for method in known]
-    return launching.sampled([f"{2 + i % 3}/{kind}/{act}/{method}" for i, (kind, method) in enumerate(pairs)])
+    sizes = [2 + (i + i // 3) % 3 for i in range(len(pairs))]
+    return launching.sampled(
+        [f"{n}/{kind}/{act}/{method}" for n, (kind, method) in zip(sizes, pairs, strict=True)], every
+    )
 
 
-ALL = {"wait": cases("wait", WAITS), "take": cases("take", TAKES), "end": cases("end", ENDS)}
+ALL = {"wait": cases("wait", WAITS, 3), "take": cases("take", TAKES), "end": cases("end", ENDS)}
 ALL["recover"] = [f"3/{kind}/recover/gather" for kind in ("verbs_shm", "verbs_gloo", "comm_shm", "comm_gloo")]
 
 

@@ -19,7 +19,7 @@ CASES += [("gloo", act, method) for act in ("kill", "interrupt") for method in [
 CASES += [("shm", "interrupt", method) for method in ["barrier", *FEW, "dispatch", "send", "recv_object"]]
 CASES += [("shm", "stop", method) for method in [*FEW, "recv"]]
 CASES += [(backend, "leave", f"isend {i}") for i in range(3) for backend in ("shm", "gloo")]
-CASES = [*launching.sampled(CASES, 3), ("shm", "interrupt", "queue")]
+CASES = [*launching.sampled(CASES, 5), ("shm", "interrupt", "queue")]
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -83,7 +84,11 @@ def forked(
 
 
 def settle() -> None:
-    """Prepare this process to be forked often."""
+    """Prepare this process to be forked often: what each rank would load is loaded once."""
+    "localhost".encode("idna")
+    if "easydist" in sys.modules:  # else the ranks load it themselves, in an environment of their own
+        importlib.import_module("easydist.verbs.gather")
+        importlib.import_module("easydist.verbs.objects")
     finalizers.extend(
         one for one, known in weakref.finalize._registry.items() if known.func.__module__ == "torch.library"
     )

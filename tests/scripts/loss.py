@@ -31,7 +31,7 @@ from easydist.transport.backends.shm import Shm
 from easydist.transport.backends.waits import MessageWork
 
 DEADLINE = within(15)
-TIMEOUT = dict.fromkeys(("stop_inside", "late", "store_stops"), within(0.5)) | {"stop": within(1.5)}  # it waits first
+TIMEOUT = dict.fromkeys(("stop_inside", "late", "store_stops"), within(0.5)) | {"stop": within(1)}  # it waits first
 TIMEOUT["kill_meeting"] = within(10)
 
 
@@ -133,7 +133,7 @@ def midway(scenario: str, rank: int, world_size: int) -> None:
     """Let the last rank end in the middle of a large message to it."""
     pid = easydist.gather(os.getpid()).tolist()[-1]
     comm = new_comm("gloo", torch.device("cpu"), "main") if scenario == "comm_midway" else None
-    data, wait = torch.ones(1 << 26), MessageWork.wait
+    data, wait = torch.ones(1 << 24), MessageWork.wait
     if rank == 0:
         threading.Thread(target=kill_midway, args=(pid,), daemon=True).start()
     elif rank == world_size - 1:

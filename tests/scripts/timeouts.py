@@ -18,12 +18,12 @@ import threading
 import time
 
 import torch
-from forking import forked, side_by_side, statuses
+from forking import end, forked, settle, side_by_side, statuses
 from hearing import Heard
 from launching import within
 
 DEADLINE = within(20)
-NUMEL = 1 << 26  # of float32: 256 MB
+NUMEL = 1 << 24  # of float32: 64 MB
 VARIABLES = {name: {"EASYDIST_WARN_AFTER": "0.2"} for name in ("warn", "one_warns")}
 VARIABLES |= {"quiet": {"EASYDIST_WARN_AFTER": "60"}, "check": {"EASYDIST_CHECK": "0"}}
 CHECKED = ("gather", "broadcast", "reduce", "all_to_all", "pad_across_processes")
@@ -75,7 +75,7 @@ def kill_at_first_byte(data: torch.Tensor, pid: int) -> None:
 
 
 def move(scenario: str, rank: int, pids: list[int]) -> None:
-    """Kill rank 2 while 256 MB go from it, or to it. A rank that does not notice in this call does so in the next."""
+    """Kill rank 2 while 64 MB go from it, or to it. A rank that does not notice in this call does so in the next."""
     import easydist
     from easydist import memory
 
@@ -122,9 +122,21 @@ def work(scenario: str, rank: int, pipe: tuple[int, int]) -> dict:
 
 
 def launch(case: str) -> None:
+    """Fork a process that loads easydist in the environment of this case, and wait for it."""
+    if (pid := os.fork()) == 0:
+        scenario, backend = case.split("/")
+        os.environ |= {"EASYDIST_SHM": str(int(backend == "shm")), **VARIABLES.get(scenario, {})}
+        launch_ranks(scenario, backend)
+        end()
+    statuses([pid])
+
+
+def launch_ranks(scenario: str, backend: str) -> None:
     """Fork the ranks and wait for them."""
-    scenario, backend = case.split("/")
-    pipe = os.pipe()
+    import easydist  # noqa: F401 - once for all ranks
+
+    settle()
+    case, pipe = f"{scenario}/{backend}", os.pipe()
 
     def live(rank: int) -> None:
         faulthandler.dump_traceback_later(DEADLINE, exit=True)
@@ -132,8 +144,7 @@ def launch(case: str) -> None:
         os.write(1, (json.dumps(row) + "\n").encode())
 
     size, shares = 2 if scenario in ("warn", "quiet", "check") else 3, backend == "shm"
-    variables = {"EASYDIST_SHM": int(shares), **VARIABLES.get(scenario, {})}
-    ended = statuses(forked(size, live, whole=() if shares else (0,), **variables))
+    ended = statuses(forked(size, live, whole=() if shares else (0,)))
     os.write(1, (json.dumps({"case": case, "statuses": ended}) + "\n").encode())
 
 
