@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import signal
-import sys
 import weakref
 
 import launching
@@ -232,7 +231,7 @@ def test_a_handle_that_is_polled_ends_with_its_receiver(tmp_path):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
     variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": launching.ROOT}
-    command = (sys.executable, "-W", "ignore", script)
+    command = (launching.fork(), script)
     processes = [launching.start(*command, env=os.environ | variables | {"RANK": rank}) for rank in range(2)]
     told = launching.finished(*processes)
     assert [process.returncode for process in processes] == [0, 3], told

@@ -218,9 +218,10 @@ has_come.wait()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_local", [1, 0])
-def test_a_daemon_thread_that_waits_at_the_exit_prints_nothing(n_local):
-    process = launching.start(sys.executable, "-c", LEAVING.format(n_local=n_local))
+@pytest.mark.parametrize(("n_local", "is_forked"), [(1, True), (0, False)])
+def test_a_daemon_thread_that_waits_at_the_exit_prints_nothing(n_local, is_forked):
+    interpreter = launching.fork() if is_forked else sys.executable
+    process = launching.start(interpreter, "-c", LEAVING.format(n_local=n_local))
     (told,) = launching.finished(process)
     assert process.returncode == 0, told
     assert "Traceback" not in str(told)

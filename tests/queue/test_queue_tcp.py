@@ -122,9 +122,10 @@ def test_a_writer_with_shared_memory_keeps_no_trace_of_what_it_has_sent_by_tcp()
     with MessageQueue(2, 1, connect_ip="127.0.0.1") as writer:
         handle = writer.export_handle()
         readers = [MessageQueue.create_from_handle(handle, rank) for rank in (0, 1)]
-        threads = [in_thread(lambda reader=reader: [reader.dequeue(SOON) for _ in range(40)]) for reader in readers]
-        for _ in range(40):
-            writer.enqueue(filled(4 << 20), SOON)
+        threads = [in_thread(lambda reader=reader: [reader.dequeue(SOON) for _ in range(20)]) for reader in readers]
+        large = filled(2 << 20)
+        for _ in range(20):
+            writer.enqueue(large, SOON)
         for thread in threads:
             thread.join()
         assert writer._end._progress.qsize() <= 1
