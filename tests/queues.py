@@ -65,7 +65,8 @@ def fill(writer, nbytes=1 << 20, timeout=None):
 
 
 def filled(nbytes, number=0):
-    return ((torch.arange(nbytes) * 7 + number) % 251).to(torch.uint8)
+    again = ((torch.arange(251) * 7 + number) % 251).to(torch.uint8)
+    return again.repeat(nbytes // 251 + 1)[:nbytes].clone()
 
 
 def drawn(draw, depth=0):

@@ -52,7 +52,7 @@ FOLLOWING = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("following", FOLLOWING)
-@pytest.mark.parametrize("verb", ["broadcast", "scatter"])
+@pytest.mark.parametrize("verb", launching.sampled(["broadcast", "scatter"]))
 @BACKENDS
 @distributed(world_size=3)
 def test_calls_stay_in_step_after_a_failure_that_some_do_not_notice(rank, backend, verb, following):

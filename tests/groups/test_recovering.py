@@ -34,6 +34,9 @@ def cases(count):
     return [f"{sizes[seed % len(sizes)]}/{KINDS[seed % len(KINDS)]}/{seed}" for seed in range(count)]
 
 
+FEW = launching.sampled(cases(9)) + FOUND
+
+
 @functools.cache
 def launched(some):
     """Return for each case the survivors' rows by rank, and the exit statuses of all ranks."""
@@ -61,9 +64,9 @@ def check(case, rows, ended):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", cases(9) + FOUND)
+@pytest.mark.parametrize("case", FEW)
 def test_the_survivors_go_on(case):
-    check(case, *launched((*cases(9), *FOUND))[case])
+    check(case, *launched(tuple(FEW))[case])
 
 
 @pytest.mark.stress

@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "stops.py"
 
 @pytest.mark.slow
 @pytest.mark.stress
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", launching.sampled(range(2)))
 def test_a_rank_that_was_stopped_never_hangs(seed):
     """One in 150 stops met a message that gloo had lost."""
     stops = launching.examples(10)

@@ -34,7 +34,7 @@ from easydist.testing import distributed
 def test_time_is_over_in_the_middle_of_a_message(pair):
     """The reader keeps its place; what the writer gives up never arrives."""
     writer, reader = pair(**TINY)
-    large = filled(16 << 20)
+    large = filled(8 << 20)
     sending = in_thread(writer.enqueue, large)
     times = 0
     while True:
@@ -68,7 +68,7 @@ def test_time_is_over_in_the_middle_of_a_message(pair):
 @pytest.mark.slow
 def test_slow_readers_make_the_writer_wait(pair):
     writer, reader = pair(**TINY)
-    count = 60
+    count = 30
     sending = in_thread(lambda: [writer.enqueue([n, filled(1 << 19)]) for n in range(count)])
     eventually(waits(writer))
     for number in range(count):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from differing import error_of
+from launching import sampled
 
 from easydist.parallel import GroupCoordinator
 from easydist.process_group import NAME
@@ -45,7 +46,7 @@ def demand_one_error(run, group):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
-@distributed(world_size=[2, 3])
+@distributed(world_size=sampled([3, 2]))
 def test_a_call_against_all_others(name, rank, world_size):
     group, is_last = dist.new_group(backend=NAME), rank == world_size - 1
 
@@ -61,7 +62,7 @@ def test_a_call_against_all_others(name, rank, world_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "barrier"])
-@distributed(world_size=[2, 3, 4])
+@distributed(world_size=sampled([4, 2, 3], 3))
 def test_a_call_with_another_tensor(name, rank, world_size):
     group, is_last = dist.new_group(backend=NAME), rank == world_size - 1
 

@@ -67,7 +67,7 @@ def wait(works, tensors, world_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("numel", "count"), [(4, 5), (200_000, 1), (4_000_000, 2)], ids=["small", "0.8MB", "16MB"])
-@distributed(world_size=[2, 3, 4])
+@distributed(world_size=launching.sampled([2, 3, 4]))
 def test_a_rank_that_computes_holds_nobody_up(numel, count, rank, world_size):
     made, tensors = group(), ones(numel, count)
     works = all_reduce(made, tensors, rank)
@@ -80,7 +80,7 @@ def test_a_rank_that_computes_holds_nobody_up(numel, count, rank, world_size):
 
 
 @pytest.mark.slow
-@distributed(world_size=[2, 3])
+@distributed(world_size=launching.sampled([3, 2]))
 def test_a_verb_before_the_waits(rank, world_size):
     made, tensors = group(), ones(4, 5)
     works = all_reduce(made, tensors, rank)
@@ -151,7 +151,7 @@ def test_two_groups_in_opposite_orders(rank):
 
 
 @pytest.mark.slow
-@distributed(world_size=[2, 3])
+@distributed(world_size=launching.sampled([3, 2]))
 def test_many_threads(rank, world_size):
     """Each has a group of its own; every rank waits in another order, and lets some works end by themselves."""
     groups, failures = [group() for _ in range(4)], []
@@ -248,7 +248,7 @@ def test_the_thread_ends_before_a_fork_and_is_back_after_it(rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("numel", [4, 4_000_000])
-@distributed(world_size=[2, 3])
+@distributed(world_size=launching.sampled([3, 2]))
 def test_destroying_a_group_waits_for_its_collectives(numel, rank, world_size):
     made, tensors = group(), ones(numel, 4)
     if rank == 1:
@@ -311,7 +311,7 @@ def test_a_timeout_tells_a_rank_that_has_begun_from_one_that_has_not(rank):
 
 
 @pytest.mark.slow
-@distributed(world_size=[2, 3])
+@distributed(world_size=launching.sampled([3, 2]))
 def test_a_communicators_rank_that_computes_holds_nobody_up(rank, world_size):
     comm, tensors = new_comm("shm", torch.device("cpu"), "main", timeout=LIMIT), ones(200_000, 6)
     if rank != 1:

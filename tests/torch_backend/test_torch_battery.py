@@ -40,7 +40,7 @@ TIED = {
 
 def outcomes(backend, names=(), seconds=60):
     """Run tests on three ranks; return the outcome on each rank by the test's name."""
-    out, _ = launching.python(SCRIPT, backend, 3, 15, *names, seconds=seconds)
+    out, _ = launching.forked(SCRIPT, backend, 3, 15, *names, seconds=seconds)
     return {row["test"]: row["ranks"] for row in map(json.loads, out.splitlines())}
 
 
