@@ -34,21 +34,21 @@ OPS = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT)
 def begin(comm, name, numel=4, dtype=torch.float32, root=0, op=ReduceOp.SUM, async_op=False):
     """Begin an operation of this name, and return its work."""
     size, is_root = comm.get_size(), root == comm.get_rank()
-    data, whole = torch.ones(numel, dtype=dtype), torch.ones(size * numel, dtype=dtype)
-    parts, more = list(torch.zeros_like(whole).chunk(size)) if numel else [data] * size, [data] * size
+    data, more = torch.ones(numel, dtype=dtype), lambda: torch.ones(size * numel, dtype=dtype)
+    parts = lambda: [*torch.zeros(size, numel, dtype=dtype)]  # noqa: E731
     calls = {
-        "all_gather": lambda: comm.all_gather(parts, data, async_op),
-        "all_gather_single": lambda: comm.all_gather_single(whole, data, async_op),
-        "all_gather_v": lambda: comm.all_gather_v(parts, data, async_op),
+        "all_gather": lambda: comm.all_gather(parts(), data, async_op),
+        "all_gather_single": lambda: comm.all_gather_single(more(), data, async_op),
+        "all_gather_v": lambda: comm.all_gather_v(parts(), data, async_op),
         "all_reduce": lambda: comm.all_reduce(data, op, async_op),
-        "all_to_all": lambda: comm.all_to_all(parts, more, async_op),
-        "all_to_all_single": lambda: comm.all_to_all_single(torch.zeros_like(whole), whole, async_op),
+        "all_to_all": lambda: comm.all_to_all(parts(), [data] * size, async_op),
+        "all_to_all_single": lambda: comm.all_to_all_single(more(), more(), async_op),
         "barrier": lambda: comm.barrier(async_op),
         "broadcast": lambda: comm.broadcast(data, root, async_op),
-        "gather": lambda: comm.gather(parts if is_root else [], data, root, async_op),
+        "gather": lambda: comm.gather(parts() if is_root else [], data, root, async_op),
         "reduce": lambda: comm.reduce(data, root, op, async_op),
-        "reduce_scatter": lambda: comm.reduce_scatter(data, more, op, async_op),
-        "scatter": lambda: comm.scatter(data, more if is_root else [], root, async_op),
+        "reduce_scatter": lambda: comm.reduce_scatter(data, [data] * size, op, async_op),
+        "scatter": lambda: comm.scatter(data, [data] * size if is_root else [], root, async_op),
         "send": lambda: comm.send(data, (comm.get_rank() + 1) % size, async_op),
         "recv": lambda: comm.recv(data, (comm.get_rank() - 1) % size, async_op),
         "ring": lambda: _ring(comm, data, async_op),
