@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from differing import DTYPES, EQUAL, OPERATIONS, OPS, REDUCING, ROOTED, begin, demand_one_error, play
-from launching import examples, within
+from launching import examples, sampled, within
 
 from easydist.comms import CommDisagreement, ReduceOp, new_comm
 from easydist.comms.statuses import Statuses
 from easydist.testing import distributed
 from easydist.transport.backends.c10d import Gloo
 
+SIZES = sampled([2, 3, 4])
 SEEDS = int(os.environ["EASYDIST_SEEDS"]) if "EASYDIST_SEEDS" in os.environ else None
 
 
@@ -31,7 +32,7 @@ def differing(comm, name, mine, other):
 
 
 @pytest.mark.slow
-@distributed(world_size=[2, 3, 4])
+@distributed(world_size=SIZES)
 def test_the_error_names_the_call_of_each_rank(rank, world_size):
     comm = made()
     text = demand_one_error(lambda: differing(comm, "all_reduce", {}, {"numel": 8, "op": ReduceOp.MAX}), comm)
@@ -56,7 +57,7 @@ def some(values, name):
 @pytest.mark.slow
 @pytest.mark.stress
 @pytest.mark.parametrize("name", OPERATIONS)
-@distributed(world_size=[2, 3, 4], timeout=within(60))
+@distributed(world_size=SIZES, timeout=within(60))
 def test_an_operation_against_others(name, rank, world_size):
     comm = made()
     for other in some(OPERATIONS, name):
@@ -69,7 +70,7 @@ def test_an_operation_against_others(name, rank, world_size):
 @pytest.mark.slow
 @pytest.mark.stress
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "barrier"])
-@distributed(world_size=[2, 3, 4], timeout=within(60))
+@distributed(world_size=SIZES, timeout=within(60))
 def test_an_operation_with_other_arguments(name, rank, world_size):
     comm, others = made(), [{"numel": n} for n in (0, 5, 300_000)] + [{"dtype": dtype} for dtype in DTYPES[1:]]
     others += [{"numel": 300_000, "dtype": torch.int32}]
@@ -80,7 +81,7 @@ def test_an_operation_with_other_arguments(name, rank, world_size):
 
 
 @pytest.mark.slow
-@distributed(world_size=[2, 3, 4])
+@distributed(world_size=SIZES)
 def test_messages_that_differ(rank, world_size):
     comm = made()
 
@@ -133,7 +134,7 @@ def test_a_rank_that_computes_hears_of_two_disagreements_between_the_others(rank
 
 
 @pytest.mark.slow
-@distributed(world_size=[2, 3, 4])
+@distributed(world_size=SIZES)
 def test_windows_and_works_that_differ(rank, world_size):
     comm = made()
     run = lambda: comm.window_allocate(64) if rank else comm.barrier(False)  # noqa: E731
@@ -154,7 +155,7 @@ def test_windows_and_works_that_differ(rank, world_size):
 
 @pytest.mark.slow
 @pytest.mark.stress
-@distributed(world_size=[2, 3, 4], timeout=within(120))
+@distributed(world_size=SIZES, timeout=within(120))
 def test_drawn_programs_in_which_one_operation_differs(rank, world_size):
     """``EASYDIST_SEEDS=7`` plays only the seed 7."""
     comm = made()
@@ -174,7 +175,7 @@ GLOO = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", GLOO)
-@distributed(world_size=[2, 3, 4], timeout=within(60))
+@distributed(world_size=SIZES, timeout=within(60))
 def test_waits_over_gloo_end_before_the_limit(what, rank, world_size):
     comm, (name, mine, other) = made(backend="gloo"), GLOO[what]
     text = demand_one_error(lambda: differing(comm, name, mine, other), comm, goes_on=False)
@@ -231,7 +232,7 @@ def test_a_status_tells_of_messages_that_are_not_posted_yet(operation, slow, ran
 
 
 @pytest.mark.slow
-@distributed(world_size=[2, 3, 4], timeout=within(60))
+@distributed(world_size=SIZES, timeout=within(60))
 def test_messages_over_gloo_that_differ(rank, world_size):
     comm = made(backend="gloo")
 
@@ -245,7 +246,7 @@ def test_messages_over_gloo_that_differ(rank, world_size):
 
 
 @pytest.mark.slow
-@distributed(world_size=[2, 3, 4], timeout=within(60))
+@distributed(world_size=SIZES, timeout=within(60))
 def test_headers_before_operations_over_gloo(rank, world_size):
     comm = made(backend="gloo", hints={"check": "1"})
     for name in OPERATIONS:
