@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def rows_of(hosts, per_host, wire, *cases):
     """Return what the ranks print, and the exit statuses of all, by case."""
     with namespaces.hosts(hosts, wire=wire) as pids:
-        out, _ = launching.python(SCRIPT, namespaces.LINK, per_host, *pids, *cases, seconds=200)
+        out, _ = launching.forked(SCRIPT, namespaces.LINK, per_host, *pids, *cases, seconds=200)
     found = {case: ([], []) for case in cases}
     for row in map(json.loads, out.splitlines()):
         ranks, statuses = found[row["case"]]

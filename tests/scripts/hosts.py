@@ -32,11 +32,10 @@ from easydist.comms import new_comm
 from easydist.liveness import keepalive, questions
 from easydist.queue import MessageQueue
 
-UNREACHABLE_AFTER = within(3)
 EVENTS = []
 """The two events of each case, the last one being this one: a host is gone; ranks of another one have noticed it."""
 
-NUMEL = 1 << 21
+NUMEL = 1 << 20
 
 
 def sent(link):
@@ -212,10 +211,11 @@ def come(link, victim, rank):
     elif rank == victim:
         threading.Thread(target=switch_when_asked, args=(link,)).start()
     with pytest.raises(EasydistError) as caught:
-        easydist.gather(rank, timeout=DEADLINE if rank < 2 else within(8))
+        easydist.gather(rank, timeout=DEADLINE if rank < 2 else within(3))
     if rank == 0:
         noticed.set()
     elif rank == victim:
+        until(noticed)
         switch(link, "up")
     return {"type": caught.typename, "text": str(caught.value)}
 
@@ -284,7 +284,7 @@ def blink(link, victim, rank):
     if rank == victim:
         others_wait()
         switch(link, "down")
-        threading.Event().wait(UNREACHABLE_AFTER / 2)
+        threading.Event().wait(keepalive.AFTER / 2)
         switch(link, "up")
     return {"gathered": easydist.gather(rank, timeout=DEADLINE).tolist()}
 
@@ -330,7 +330,7 @@ def launch(number, case, link, per_host, pids):
     world = {"MASTER_ADDR": address(1), "MASTER_PORT": 29500 + number, "WORLD_SIZE": size}
     world |= {"RANK": rank, "LOCAL_RANK": local, "GLOO_SOCKET_IFNAME": link, "EASYDIST_SHM": int(kind != "flat")}
     world |= {"EASYDIST_HOST_ID": f"host {host}"} if kind == "named" else {}
-    keepalive.AFTER = UNREACHABLE_AFTER  # it is read when the module is loaded, before the fork
+    keepalive.AFTER = within(3 if "blink" in case else 1.5)  # it is read when the module is loaded, before the fork
     os.environ.update({name: str(value) for name, value in world.items()})
     if kind == "adopted":
         dist.init_process_group("gloo")

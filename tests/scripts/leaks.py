@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from forking import side_by_side, statuses
-from launching import within
+from launching import IS_STRESS, within
 
 import easydist
 import easydist.process_group
@@ -30,7 +30,7 @@ from easydist import EasydistError, ProcessState
 from easydist.queue import MessageQueue
 
 DEADLINE = within(15)
-ROUNDS, EVERY = 200, 20
+ROUNDS, EVERY = 200 if IS_STRESS else 60, 20
 LARGE, SMALL = 1 << 18, 10
 SHARED = re.compile(r"/dev/shm/|/memfd:easydist")
 
@@ -89,7 +89,7 @@ def once(look):
     """Repeat ``look`` until it finds nothing or the time is over, and return what it finds."""
     deadline = time.monotonic() + DEADLINE
     while (found := look()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+        time.sleep(0.05)
     return found
 
 
