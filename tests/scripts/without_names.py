@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ import torch
 import torch._dynamo  # the ranks need it; each of them would take seconds to load it
 import torch.distributed as dist
 import torch.distributed.fsdp
+from forking import settle, statuses
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -87,19 +89,13 @@ def refused(call: Callable[[], object]) -> None:
     raise AssertionError("no error")
 
 
-def rank_without(name: str, rank: int, store: str) -> int:
-    """Fork a rank, and return its pid."""
+def forked(work: Callable[[], None]) -> int:
+    """Fork a process that does this, and return its pid."""
     if pid := os.fork():
         return pid
     status = 1
     try:
-        sys.meta_path.insert(0, Without(name))
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-        )
-        check(rank)
-        dist.destroy_process_group()
+        work()
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -108,13 +104,32 @@ def rank_without(name: str, rank: int, store: str) -> int:
         os._exit(status)
 
 
+def ranks_without(name: str, store: str) -> None:
+    """Load easydist once, and fork two ranks."""
+    sys.meta_path.insert(0, Without(name))
+    torch.set_num_threads(1)
+    import easydist
+
+    for verb in ("gather", "reduce", "broadcast", "gather_object", "send_tensor_dict", "broadcast_tensor_dict"):
+        getattr(easydist, verb)
+
+    def rank(number: int) -> None:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=number, world_size=2, timeout=timedelta(seconds=60)
+        )
+        check(number)
+        dist.destroy_process_group()
+
+    assert statuses([forked(partial(rank, number)) for number in range(2)]) == [0, 0]
+
+
 def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number, name in enumerate(names):
-            pids = [rank_without(name, rank, f"{folder}/{number}") for rank in range(2)]
-            ended = {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids}
-            print(f"{name}: {'works' if ended == {0} else 'breaks'}", flush=True)
+            ended = statuses([forked(partial(ranks_without, name, f"{folder}/{number}"))])
+            print(f"{name}: {'works' if ended == [0] else 'breaks'}", flush=True)
 
 
 if __name__ == "__main__":
+    settle()
     main(sys.argv[1:])
