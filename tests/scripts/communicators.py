@@ -8,6 +8,7 @@ import sys
 from datetime import timedelta
 
 import torch
+import torch._dynamo  # the meshes need it; each rank would take seconds to load it
 from launching import free_port, within
 from torch import nn
 from torch.distributed.fsdp import fully_shard
