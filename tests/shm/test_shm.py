@@ -78,7 +78,7 @@ def make_large(rank, world_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "world_size"), sampled([(make, 1), (make_large, 2), (make, 2), (make_large, 3), (make, 4), (make, 3)])
+    ("make", "world_size"), sampled([(make, 3), (make, 1), (make_large, 2), (make, 2), (make_large, 3), (make, 4)])
 )
 def test_battery(make, world_size):
     check_comm(make, [world_size])
@@ -146,7 +146,7 @@ def random_call(shm, number, draw):
 @pytest.mark.slow
 @pytest.mark.stress
 @pytest.mark.parametrize("slot", [TINY, SMALL])
-@distributed(world_size=[3, 4], timeout=within(30 + CALLS / 50))
+@distributed(world_size=sampled([3, 4]), timeout=within(30 + CALLS / 50))
 def test_random_calls(slot, rank, world_size):
     shm = backend(rank, world_size, slot)
     draw, own_draw = random.Random(slot), random.Random(rank)

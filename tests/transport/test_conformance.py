@@ -50,7 +50,7 @@ def test_over_the_default_group(world_size):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "world_size"),
-    launching.sampled([(native, 3), (native, 1), (unregistered, 2), (beside, 2), (sub_group, 3)]),
+    launching.sampled([(native, 1), (native, 3), (unregistered, 2), (beside, 2), (sub_group, 3)]),
 )
 def test_over_other_groups(make, world_size):
     check_comm(make, [world_size])

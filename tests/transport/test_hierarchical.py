@@ -59,7 +59,7 @@ def two_and_one(rank, world_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "world_size"), sampled([(mixed, 4), (pairs, 4), (two_and_one, 3), (three_and_one, 4)])
+    ("make", "world_size"), sampled([(two_and_one, 3), (mixed, 4), (pairs, 4), (three_and_one, 4)], 4)
 )
 def test_battery(make, world_size):
     check_comm(make, [world_size])

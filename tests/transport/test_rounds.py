@@ -14,6 +14,7 @@ from launching import IS_STRESS, sampled
 from easydist.comms import Gloo, ReduceOp
 from easydist.data.arithmetic import split_sizes
 from easydist.testing import default_pool, distributed
+from easydist.testing.cases import MOVED, drawing
 from easydist.testing.conformance import run_battery
 from easydist.transport import rounds, schedules
 from easydist.transport.comm import Collectives
@@ -243,7 +244,7 @@ def over_gloo(rank, world_size):
 
 
 def run_battery_as_many(rank, world_size):
-    with many():
+    with many(), drawing(*(MOVED if IS_STRESS else MOVED[::4])):
         run_battery(over_gloo, rank, world_size)
 
 
