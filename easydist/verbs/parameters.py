@@ -16,7 +16,7 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, jointly, meet, run
 from easydist.base.arguments import UNSET, either, hiding
-from easydist.data.backing import absence
+from easydist.data.backing import absence, mark_written
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
@@ -231,7 +231,7 @@ def _whole(params: list[nn.Parameter], changes: _Changes) -> Iterator[None]:
     fault: Exception | None = None
     try:
         trade(sharded, others)
-    except RuntimeError as error:  # there is a weak reference to a parameter, or to its node in a graph
+    except RuntimeError as error:  # there is a weak reference to a parameter
         fault = error
     try:
         meet(communicators(changes.group), "GatheredParameters", fault, changes.timeout)
@@ -246,6 +246,8 @@ def _whole(params: list[nn.Parameter], changes: _Changes) -> Iterator[None]:
         trade_back(sharded, others)
     for parameter, whole in zip(sharded, others, strict=True):
         write_shard(parameter, whole)
+    if changes.modifier_rank is not None:  # a backward pass that needs the values from before has to notice
+        mark_written(sharded)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -57,16 +58,21 @@ def _plain(parameter: torch.Tensor, values: torch.Tensor) -> nn.Parameter:
 
 
 def trade(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
-    """Swap each of the first tensors with its partner, wherever they are referenced; swap all of them or none."""
-    done: list[tuple[torch.Tensor, torch.Tensor]] = []
-    try:
-        for one, other in zip(first, second, strict=True):
-            torch.utils.swap_tensors(one, other)
-            done.append((one, other))
-    except RuntimeError:
-        for one, other in done:
-            torch.utils.swap_tensors(one, other)
-        raise
+    """Swap each of the first tensors with its partner, wherever they are referenced; swap all of them or none.
+
+    Not by ``torch.utils.swap_tensors``: it ends the backward pass of a graph that holds one of the tensors, and such a
+    graph keeps the right one, to which the parameter returns.
+
+    Raises:
+        RuntimeError: There is a weak reference to one of the first tensors.
+    """
+    for one in first:
+        if weakref.getweakrefs(one):
+            raise RuntimeError(
+                f"Cannot swap a parameter of shape {tuple(one.shape)} because it has weakref associated with it"
+            )
+    for one, other in zip(first, second, strict=True):
+        _swap(one, other)
 
 
 def write_shard(parameter: Any, full: torch.Tensor) -> None:

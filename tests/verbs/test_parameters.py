@@ -189,6 +189,39 @@ def test_a_parameter_that_cannot_trade_places_is_an_error_for_all_and_none_does(
         pass
 
 
+def split_over_two(net):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    return parallelize_module(net, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_a_backward_pass_goes_on_after_the_block_if_its_forward_pass_came_before(rank):
+    alone, x = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 2)), torch.arange(10.0).view(2, 5)
+    easydist.broadcast(alone.state_dict())
+    net = split_over_two(copy.deepcopy(alone))
+    (alone(x) ** 2).sum().backward()
+    output = net(x)  # a graph that holds the shards themselves, as FSDP2's does not
+    with easydist.GatheredParameters(net):
+        assert torch.equal(net[0].weight, alone[0].weight)
+    (output**2).sum().backward()
+    for parameter, one in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), one.grad)
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_such_a_backward_pass_notices_that_values_were_changed(rank):
+    net = split_over_two(nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 2)))
+    output = net(torch.ones(2, 5))
+    with easydist.GatheredParameters(net, modifier_rank=0):
+        net[1].weight.data.fill_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+    assert net[1].weight.full_tensor().unique().tolist() == [1.0]
+
+
 @distributed(world_size=2)
 def test_the_modifier_rank_is_the_same_number_in_any_type(rank, world_size):
     layer = torch.nn.Linear(2, 1)
