@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -25,6 +26,13 @@ _address_of = torch.UntypedStorage.data_ptr
 _offset_of = torch.Tensor.storage_offset
 _PLAIN = torch.Tensor, torch.nn.Parameter
 _LOST = "has lost its memory"
+
+UNCOPIED = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and re.fullmatch(r"u?int[1-7]", str(dtype).removeprefix("torch."))
+)
+"""The dtypes of which torch can hold and view elements, but not copy any."""
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
@@ -210,7 +218,7 @@ def backed(tensor: torch.Tensor, what: str = "the value") -> torch.Tensor:
         what: The name of the tensor, for the error.
 
     Raises:
-        TypeError: It has no values in memory of its own.
+        TypeError: It has no values in memory of its own, torch cannot copy them, or they have a tangent.
 
     Example:
         >>> backed(torch._efficientzerotensor(2))
@@ -223,5 +231,12 @@ def backed(tensor: torch.Tensor, what: str = "the value") -> torch.Tensor:
             tensor = tensor.clone()
         if reason := _absence(tensor):
             raise TypeError(f"{what} {reason}")
+        if tensor.dtype in UNCOPIED:
+            raise TypeError(f"{what} is {tensor.dtype}, which torch cannot copy; pass .view(torch.uint8)")
+        if torch_private.tangent_of(tensor) is not None:
+            raise TypeError(
+                f"{what} is a dual tensor of forward-mode autograd, and its tangent would be lost; pass its primal, "
+                "forward_ad.unpack_dual(x).primal"
+            )
         plain = tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor
         return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain

@@ -1,9 +1,12 @@
 """Tensors that hold other tensors: results of functional collectives, as tensor-parallel modules return them."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 
 import easydist
@@ -38,6 +41,33 @@ def test_tensors_without_memory_are_refused_on_all_ranks(rank):
         with pytest.raises((TypeError, easydist.errors.RemoteError), match="TwoTensor, which has no memory of its own"):
             easydist.gather(x)
     assert easydist.gather(torch.ones(1)).tolist() == [1, 1]
+
+
+@distributed(world_size=2)
+def test_integers_of_less_than_8_bits_are_refused_on_all_ranks(rank):
+    """torch has no copy of them, and the source of a broadcast needs none: it returned, and the others raised."""
+    nibbles = torch.arange(4, dtype=torch.uint8).view(torch.uint4)
+    for name in ("gather", "broadcast", "reduce", "scatter", "broadcast_tensor_dict"):
+        with pytest.raises(
+            (TypeError, easydist.errors.RemoteError), match=r"uint4, which torch cannot copy; pass .view"
+        ):
+            VERBS[name](nibbles)
+    assert easydist.gather(nibbles.view(torch.uint8)).tolist() == [0, 1, 2, 3] * 2
+
+
+@distributed(world_size=(1, 2))
+def test_dual_tensors_are_refused_on_all_ranks(rank, world_size):
+    """Their tangents do not travel; other tensors in a level of forward-mode autograd do, as always."""
+    with forward_ad.dual_level(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch makes its decompositions with torch.jit.script
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        for x in (torch.ones(2),) * 3:  # a guard now knows this kind
+            assert easydist.gather(x).tolist() == [1.0] * 2 * world_size
+        for x in (dual, torch.ones(2) if rank else dual):
+            with pytest.raises((TypeError, easydist.errors.RemoteError), match="its tangent would be lost"):
+                easydist.gather(x)
+        assert easydist.reduce(forward_ad.unpack_dual(dual).primal, "sum").tolist() == [world_size] * 2
+    assert easydist.gather(torch.ones(1)).tolist() == [1] * world_size
 
 
 @distributed(world_size=2)
