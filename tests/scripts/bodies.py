@@ -27,8 +27,8 @@ from easydist.liveness import monitor
 from easydist.state import communicators
 
 DEADLINE = within(20)
-LIMIT = within(0.75)
-monitor.WARN_AFTER = LIMIT + 0.5
+LIMIT = within(1.25)
+monitor.WARN_AFTER = LIMIT + 1
 
 
 def wait_for(pipe: tuple[int, int]) -> None:

@@ -36,7 +36,7 @@ from easydist.comms.operations import Operations
 from easydist.groups import communicators, recovering
 from easydist.groups.recovering import Recovery
 
-SHORT, LONG = within(0.5), within(20)
+SHORT, LONG = within(0.7), within(20)
 ALONE = ("alone", "async", "verb", "torch", "messages", "chain", "chain_dies", "split", "split_dies")
 INTERRUPTED = ("connect_interrupted", "split_interrupted")
 ALONE += ("signal", "any_signal", "signal_dies", "connect_dies", "connect_dies_late", *INTERRUPTED)

@@ -31,7 +31,7 @@ from easydist.transport.backends.shm import Shm
 from easydist.transport.backends.waits import MessageWork
 
 DEADLINE = within(15)
-TIMEOUT = dict.fromkeys(("stop_inside", "late", "store_stops"), within(0.5)) | {"stop": within(1)}  # it waits first
+TIMEOUT = dict.fromkeys(("stop_inside", "late", "store_stops"), within(0.5)) | {"stop": within(1.5)}  # it waits first
 TIMEOUT["kill_meeting"] = within(10)
 
 
