@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store
 
-from easydist.errors import EasydistError, PeerLostError
+from easydist.base.forks import NOT_A_RANK
+from easydist.errors import EasydistError, PeerLostError, WireError
 from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.reconnecting import reconnect
 from easydist.liveness.background import NoAnswerError
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.peer import Peer
 from easydist.liveness.status import WHO, nothing
 from easydist.liveness.timed_store import TimedStore
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
@@ -66,6 +69,7 @@ def found(founding: Founding, monitor: Monitor, store: Store | None, call: tuple
     Raises:
         CollectiveTimeout: Some ranks did not come. The next call tries again.
         PeerLostError: A rank has ended.
+        RuntimeError: Another process is this rank.
     """
     if monitor.broken is not None and monitor.broken.is_final:
         monitor.raise_if_broken()
@@ -92,13 +96,16 @@ def appear(founding: Founding, monitor: Monitor) -> Store | None:
 
     Returns:
         The group's store; None if it is not reached in some seconds, for a reason that the first call will name.
+
+    Raises:
+        RuntimeError: Another process is this rank.
     """
     limit = min(founding.timeout, _APPEARS_WITHIN)
     try:
         store = PrefixStore("easydist", founding.reach(limit, nothing))
     except (NoAnswerError, DistError):
         return None
-    monitor.use(TimedStore(store))
+    _use(store, monitor)
     FirstMeeting(store, monitor).announce()
     return store
 
@@ -133,5 +140,22 @@ def _reached(founding: Founding, monitor: Monitor) -> Store:
             raise  # the port is in use, for example
         raise monitor.late([], limit) from error
     monitor.unreached = None
-    monitor.use(TimedStore(store))
+    _use(store, monitor)
     return store
+
+
+def _use(store: Store, monitor: Monitor) -> None:
+    """Let the monitor use the store, unless another process is this rank, which a child must not speak for."""
+    monitor.use(timed := TimedStore(store))
+    if (pid := _other_process(timed, monitor)) is not None:
+        monitor.use(None)  # so that the other ranks hear nothing of this process
+        raise RuntimeError(f"rank {monitor.rank} is process {pid}; {NOT_A_RANK}")
+
+
+def _other_process(store: TimedStore, monitor: Monitor) -> int | None:
+    """Return the id of another process of this host that has come as this rank, and lives; None if there is none."""
+    with contextlib.suppress(RuntimeError, WireError):  # what is wrong with the store, the meeting says
+        if (told := monitor.log(WHO).last_of(store, monitor.rank)) is not None:
+            peer = Peer(monitor.rank, told)
+            return peer.pid if peer.pid != os.getpid() and peer.is_visible and not peer.has_ended() else None
+    return None

@@ -101,8 +101,8 @@ class GroupStatus(GroupProtocol):
         """The page of this process; None if it has none."""
         return self._page
 
-    def use(self, store: TimedStore) -> None:
-        """Use this store for exchanges with the others from now on; another process may serve it."""
+    def use(self, store: TimedStore | None) -> None:
+        """Use this store for exchanges with the others from now on, or none; another process may serve it."""
         self._logs, self._log = dict[str, Log](), []
         self._store = store
 

@@ -53,6 +53,29 @@ if __name__ == "__main__":
     os.write(1, f"well {rank}\\n".encode())
 """
 
+STARTS_CHILDREN = """
+import os, subprocess, sys, easydist
+from multiprocessing import get_context
+
+def told(_):
+    try:
+        return easydist.gather(1, timeout=20)
+    except RuntimeError as error:
+        return str(error)
+
+if __name__ == "__main__":
+    rank = easydist.gather_object(easydist.ProcessState().process_index).index(int(os.environ["RANK"]))
+    start = f"rank {rank} is process {os.getpid()}; this process is a child of a rank of the group"
+    if rank == 0:  # the others would take a child for this rank
+        with get_context("spawn").Pool(1) as pool:
+            assert pool.map(told, [0])[0].startswith(start)
+        done = subprocess.run([sys.executable, "-c", "import easydist; easydist.gather(1, timeout=20)"],
+                              capture_output=True, text=True)
+        assert f"RuntimeError: {start}" in done.stderr, done.stderr
+    assert easydist.gather(rank).tolist() == [0, 1]
+    os.write(1, f"well {rank}\\n".encode())
+"""
+
 LAUNCHES = """
 import os, sys, torch, easydist
 from accelerate import debug_launcher, notebook_launcher
@@ -110,6 +133,13 @@ WHEN = pytest.mark.parametrize("when", ["later", pytest.param("first", marks=pyt
 @pytest.mark.parametrize(("when", "context"), [("first", "fork"), ("later", "fork"), ("first", "spawn")])
 def test_a_worker_of_a_data_loader_knows_its_rank_and_exchanges_nothing(tmp_path, when, context):
     assert run(tmp_path, LOADS_DATA, when, context, torchrun=True) == ["well 0", "well 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["yes", "no"])
+def test_a_child_that_was_not_forked_exchanges_nothing_and_disturbs_nobody(tmp_path, monkeypatch, memory):
+    monkeypatch.setenv("EASYDIST_SHM", memory)
+    assert run(tmp_path, STARTS_CHILDREN, torchrun=True) == ["well 0", "well 1"]
 
 
 @pytest.mark.slow
