@@ -185,6 +185,10 @@ def check_values(args: argparse.Namespace) -> None:
             f"--nnodes {args.nnodes}: name the rendezvous on each machine: --rdzv-backend c10d --rdzv-endpoint "
             "HOST:PORT, or --node-rank N --master-addr HOST, with the host of node 0"
         )
+    if args.rdzv_backend == "static" and not 0 <= args.node_rank < config.max_nodes:  # nobody serves the store
+        raise click.UsageError(
+            f"--node-rank: {args.node_rank} is outside of --nnodes {config.max_nodes}; nodes count from 0"
+        )
     least = {"-n": config.nproc_per_node >= 1, "--monitor-interval": config.monitor_interval > 0}
     if too_small := [option for option, is_enough in least.items() if not is_enough]:
         raise click.UsageError(f"{', '.join(too_small)}: give a number above 0")

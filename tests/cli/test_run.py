@@ -399,6 +399,12 @@ def test_wrong_options_give_a_suggestion(option):
         ("--tee 9", "9 does not match"),
         ("--log-dir /proc/none", "/proc/none"),
         ("--master-port 99999", "--master-port: 99999 is no port"),
+        (
+            "--nnodes 2 --node-rank 2 --master-addr node1",
+            "--node-rank: 2 is outside of --nnodes 2; nodes count from 0",
+        ),
+        ("--nnodes 2 --node-rank -1 --master-addr node1", "--node-rank: -1 is outside of --nnodes 2"),
+        ("--node-rank 1 --master-addr node1", "--node-rank: 1 is outside of --nnodes 1; nodes count from 0"),
     ],
 )
 def test_wrong_values_of_options_are_refused_before_any_rank_starts(options, text):
