@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -41,6 +41,7 @@ def bench(sizes: Sequence[int], seconds: float, only: str, plot: str | None, as_
     They take turns with the same data on the same ranks of this machine. Times are medians of seven rounds. The ratio
     is the peer's time over easydist's: above 1, easydist is faster.
     """
+    draw = _drawing(plot) if plot else None  # before measuring, which takes long
     rows = [row for size in sizes for row in _measured(size, seconds, only)]
     if not rows:
         raise click.BadParameter(f"no row has {only!r} in its name", param_hint="--only")
@@ -48,8 +49,8 @@ def bench(sizes: Sequence[int], seconds: float, only: str, plot: str | None, as_
         click.echo(json.dumps({"cores": os.cpu_count(), "rows": rows}))
     else:
         _print(rows)
-    if plot:
-        _draw(rows, plot)
+    if draw is not None:
+        draw(rows)
 
 
 def _measured(size: int, seconds: float, only: str) -> list[dict[str, Any]]:
@@ -86,16 +87,31 @@ def _print(rows: list[dict[str, Any]]) -> None:
     console.print(table) if console.is_terminal else Console(width=140).print(table)
 
 
-def _draw(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw a bar for each row: the peer's time divided by easydist's."""
+def _drawing(path: str) -> Callable[[list[dict[str, Any]]], None]:
+    """Return the function that draws a bar for each row: the peer's time divided by easydist's.
+
+    Raises:
+        click.ClickException: matplotlib is missing.
+        click.BadParameter: It draws no such file, or the folder cannot be written.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise click.ClickException("--plot needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(8, 1 + 0.3 * len(rows)), layout="constrained")
+    figure = Figure(layout="constrained")
     axes = figure.add_subplot()
-    names = [f"{row['work']} ({row['ranks']} ranks, {row['peer']})" for row in reversed(rows)]
-    axes.barh(names, [row["ratio"] for row in reversed(rows)])
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set(xscale="log", xlabel="peer's time / easydist's")
-    figure.savefig(path)
+    folder, ending = os.path.dirname(path) or ".", os.path.splitext(path)[1][1:].lower()
+    if not os.access(folder, os.W_OK):
+        raise click.BadParameter(f"there is no folder {folder} in which you may write", param_hint="--plot")
+    if ending and ending not in (known := figure.canvas.get_supported_filetypes()):
+        raise click.BadParameter(f"matplotlib draws no .{ending}, but {', '.join(known)}", param_hint="--plot")
+
+    def draw(rows: list[dict[str, Any]]) -> None:
+        figure.set_size_inches(8, 1 + 0.3 * len(rows))
+        names = [f"{row['work']} ({row['ranks']} ranks, {row['peer']})" for row in reversed(rows)]
+        axes.barh(names, [row["ratio"] for row in reversed(rows)])
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set(xscale="log", xlabel="peer's time / easydist's")
+        figure.savefig(path)
+
+    return draw

@@ -44,3 +44,12 @@ def test_a_ratio_is_the_peers_time_over_ours():
 def test_a_row_that_is_not_there_is_said():
     status, _ = invoke("--only", "no such row")
     assert status == 2
+
+
+@pytest.mark.slow
+def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    for path, text in (("none/bench.svg", "there is no folder"), ("bench.txt", "matplotlib draws no .txt, but ")):
+        said = CliRunner().invoke(bench, ["--plot", str(tmp_path / path)])
+        assert (said.exit_code, text in said.output) == (2, True), said.output
+    assert not list(tmp_path.iterdir())
