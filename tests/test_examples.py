@@ -32,6 +32,21 @@ def test_the_page_of_examples_names_each_of_them():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "page"),
+    [
+        ("gather_nested.py", "quickstart.md"),
+        ("objects.py", "objects.md"),
+        ("first_on_main.py", "state.md"),
+        ("own_communicator.py", "backends.md"),
+    ],
+)
+def test_the_page_of_a_short_example_shows_its_output(example, page):
+    command = f"$ torchrun --standalone --nproc-per-node 2 examples/{example}\n"
+    assert command + on_ranks(2, example) in (ROOT / "docs" / page).read_text()
+
+
+@pytest.mark.slow
 def test_metrics_exactly_right():
     out = on_ranks(2, "metrics_exactly_right.py")
     assert out in (ROOT / "docs" / "tutorial_metrics.md").read_text()
