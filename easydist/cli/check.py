@@ -167,10 +167,17 @@ def _outcome(rank: int, process: subprocess.Popen[bytes]) -> Results:
     try:
         results: Results = json.loads(told[-1])
     except (IndexError, ValueError):
-        said = f"rank {rank} ended with exit status {process.returncode}: {err.decode(errors='replace').strip()[-500:]}"
+        said = f"rank {rank} ended with exit status {process.returncode}: {_end_of(err.decode(errors='replace'))}"
         advice = "Run python -c 'import easydist; easydist.ProcessState()' to see more."
         return _as_results([Finding("ranks", "fault", said, advice)])
     return results
+
+
+def _end_of(text: str) -> str:
+    """Return the last lines of a text, the first of them whole if there are several."""
+    text = text.strip()
+    end = text[-500:]
+    return end.partition("\n")[2] if end != text and "\n" in end else end
 
 
 def _text(results: Results) -> str:

@@ -177,6 +177,8 @@ def test_a_rank_whose_output_holds_no_results_is_a_fault_unless_it_has_ended_wel
         (row,) = outcome(f"printf '%0600d' 0 >&2; echo 'no memory' >&2; {script}")["findings"]
         assert row["state"] == "fault"
         assert row["said"] == f"rank 1 ended with exit status 3: {'0' * 491}no memory"
+    (row,) = outcome("printf '%0600d\\nno\\nmemory\\n' 0 >&2; exit 3")["findings"]
+    assert row["said"] == "rank 1 ended with exit status 3: no\nmemory"
 
 
 @pytest.mark.parametrize(("rank", "state", "is_shown"), [(0, "ok", True), (1, "ok", False), (1, "fault", True)])

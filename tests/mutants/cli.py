@@ -145,9 +145,9 @@ MUTANTS = [
     ),
     Mutant(
         "cli/check.py",
-        "_outcome",
-        ".strip()[-500:]",
-        ".strip()[:500]",
+        "_end_of",
+        "text[-500:]",
+        "text[:500]",
         "tests/cli/test_check.py::test_a_rank_whose_output_holds_no_results_is_a_fault_unless_it_has_ended_well",
     ),
     Mutant(
