@@ -73,24 +73,24 @@ def _meet(store: TimedStore, monitor: Monitor) -> Sequence[Announced]:
 
 def _agree_on_call(store: TimedStore, monitor: Monitor) -> Sequence[Announced]:
     """Carry out the steps of the meeting (``GroupProtocol.meeting``)."""
-    steps = monitor.meeting()
+    steps, began = monitor.meeting(), time.monotonic()
     step = next(steps)
     try:
         while True:
-            step = steps.send(_take(step, store, monitor))
+            step = steps.send(_take(step, store, monitor, began))
     except StopIteration as end:
         met: Sequence[Announced] = end.value
         return met
 
 
-def _take(step: Step, store: TimedStore, monitor: Monitor) -> Replies | None:
+def _take(step: Step, store: TimedStore, monitor: Monitor, began: float) -> Replies | None:
     if step.do is Do.ASK:
         return _ask(store, step.ranks, monitor)
     if step.do is Do.ANNOUNCE:
         _here(monitor).append(store, monitor.rank, json.dumps(step.told))
         store.set(f"{monitor.phase}/begun", "")
     elif step.do is Do.PAUSE:
-        time.sleep(pause(monitor.size))
+        time.sleep(pause(monitor.size, time.monotonic() - began))
     else:
         _ACTIONS[step.do](monitor, step)
     return None

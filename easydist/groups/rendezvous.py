@@ -229,14 +229,14 @@ class Rendezvous:
     def _exchange(self, mine: bytes, is_first: bool = False) -> list[bytes]:
         self._rounds.append(log := Log(str(len(self._rounds))))
         log.append(self._messages, self.rank, mine.decode())
-        known: dict[int, bytes] = {}
+        known, began = dict[int, bytes](), time.monotonic()
         while missing := sorted({*range(self.size)} - (told := log.last(self._messages)).keys()):
             if is_first:  # ranks that have come are needed for what follows, too: their end ends the wait
                 changed = [r for r in self._strangers if told.get(r) != known.get(r)]
                 self.monitor.peers |= {r: Peer(r, told[r]) if r in told else self._strangers[r] for r in changed}
                 known = told
             self.check(missing, [*missing, *self._present(told, log)] if is_first else missing)
-            time.sleep(pause(self.size))
+            time.sleep(pause(self.size, time.monotonic() - began))
         return [told[r] for r in range(self.size)]
 
     def _present(self, told: Iterable[int], log: Log) -> list[int]:

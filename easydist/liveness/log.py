@@ -24,9 +24,13 @@ _MOST_LOOKS = 50_000
 _WITHDRAWN = b"\0withdrawn"
 
 
-def pause(size: int) -> float:
-    """Return the seconds between two looks of each of ``size`` ranks that wait for entries."""
-    return max(POLL, size / _MOST_LOOKS)
+_LONGEST = 0.05
+"""The longest pause for the sake of the processor, in seconds: a tenth of a core would go into looks otherwise."""
+
+
+def pause(size: int, waited: float) -> float:
+    """Return the seconds until the next look of each of ``size`` ranks that have waited so long for entries."""
+    return max(POLL, size / _MOST_LOOKS, min(_LONGEST, waited / 50))
 
 
 class LogEntry(NamedTuple):
