@@ -253,4 +253,9 @@ def test_a_slow_store_is_asked_for_less(monkeypatch):
 
 
 def test_the_store_has_time_for_all_ranks():
-    assert [pause(size) for size in (2, 100, 10_000)] == [POLL, POLL, 0.2]
+    assert [pause(size, 0.0) for size in (2, 100, 10_000)] == [POLL, POLL, 0.2]
+
+
+def test_ranks_that_have_waited_long_look_less_often():
+    assert [pause(2, waited) for waited in (0.2, 0.5, 1.0, 60.0)] == [POLL, 0.01, 0.02, 0.05]
+    assert pause(10_000, 60.0) == 0.2

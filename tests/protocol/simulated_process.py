@@ -71,7 +71,7 @@ def names(module, loaded):
     if module == "connecting":
         found["within"] = _within
     if module == "reconnecting":
-        found |= {"PrefixStore": lambda prefix, _: prefix, "pause": lambda _: POLL}
+        found |= {"PrefixStore": lambda prefix, _: prefix, "pause": lambda *_: POLL}
     return found
 
 
