@@ -53,13 +53,13 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("verb", VERBS)
 @distributed(world_size=[2, 3])
-def test_a_header_and_what_follows_it(verb, size):
-    call, small, large = VERBS[verb]
-    tree = SIZES[size]()
-    assert exchanges(lambda: call(tree)) == HEADER + (small if size == SMALL else large)
+def test_a_header_and_what_follows_it(verb):
+    call, *wanted = VERBS[verb]
+    for size, want in zip((SMALL, LARGE), wanted, strict=True):
+        tree = SIZES[size]()
+        assert exchanges(lambda tree=tree: call(tree)) == HEADER + want
 
 
 @pytest.mark.parametrize("verb", ["gather", "broadcast", "all_to_all", "reduce", "gather_object"])

@@ -1,6 +1,7 @@
 """src= and dst= with a torch group mean one member or raise; group_src= and group_dst= number the members."""
 
 import functools
+import itertools
 import tempfile
 
 import launching
@@ -68,6 +69,8 @@ TARGETS = {
 }
 """Each returns None on ranks that get nothing."""
 
+VERBS = {**SOURCES, **TARGETS}
+
 
 def names(verb):
     """Return the name of the first argument, and of torch's."""
@@ -97,8 +100,11 @@ def texts(group, call):
     return every[0]
 
 
-@pytest.mark.parametrize("verb", [*SOURCES, *TARGETS])
-@pytest.mark.parametrize("kind", ["group", "mesh"])
+KINDS = [(verb, kind) for i, verb in enumerate(VERBS) for kind in (("group", "mesh") if i % 2 else ("mesh", "group"))]
+"""The sample is each verb with one of both, in turn."""
+
+
+@pytest.mark.parametrize(("verb", "kind"), launching.sampled(KINDS))
 @distributed(world_size=4)
 def test_a_rank_that_could_be_two_members_is_refused_on_all_ranks(rank, verb, kind):
     group = dist.new_group(MEMBERS)
@@ -106,7 +112,7 @@ def test_a_rank_that_could_be_two_members_is_refused_on_all_ranks(rank, verb, ki
         return
     passed = DeviceMesh.from_group(group, "cpu") if kind == "mesh" else group
     one, other = names(verb)
-    call = {**SOURCES, **TARGETS}[verb]
+    call = VERBS[verb]
     for place in range(3):
         assert met(verb, rank, group, {other: place}) == place + 1
     assert met(verb, rank, group, {}) == ([1, 2, 3] if verb in TARGETS and verb != "MetricCollector" else 1)
@@ -140,7 +146,7 @@ def test_a_rank_that_could_be_two_members_is_refused_on_all_ranks(rank, verb, ki
     assert met(verb, rank, group, {other: 2}) == 3
 
 
-@pytest.mark.parametrize("verb", [*SOURCES, *TARGETS])
+@pytest.mark.parametrize("verb", VERBS)
 @distributed(world_size=4)
 def test_a_rank_that_is_the_same_member_either_way_is_taken(rank, verb):
     one, other = names(verb)
@@ -155,22 +161,19 @@ def test_a_rank_that_is_the_same_member_either_way_is_taken(rank, verb):
             assert met(verb, rank, group, {other: 3}) == 3
 
 
-@pytest.mark.parametrize("verb", [*SOURCES, *TARGETS])
-@pytest.mark.parametrize("one", [np.int64(1), torch.tensor([1])], ids=["numpy", "torch"])
+@pytest.mark.parametrize("verb", VERBS)
 @distributed(world_size=3)
-def test_any_integer_names_a_rank(rank, verb, one):
-    assert met(verb, rank, None, {names(verb)[0]: one}) == 1
-    assert met(verb, rank, None, {names(verb)[1]: one}) == 1
-
-
-@pytest.mark.parametrize("verb", [*SOURCES, *TARGETS])
-@pytest.mark.parametrize("one", [1.5, "a", object, True], ids=str)
-@distributed(world_size=3)
-def test_what_is_no_integer_is_refused_by_name(rank, verb, one):
-    call = {**SOURCES, **TARGETS}[verb]
-    for group in (None, dist.group.WORLD):
+def test_any_integer_names_a_rank(rank, verb):
+    for one in (np.int64(1), torch.tensor([1])):
         for name in names(verb):
-            assert f"{name}={one!r} is not a rank: pass an integer" in text_of(call, rank, group, {name: one})
+            assert met(verb, rank, None, {name: one}) == 1
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@distributed(world_size=3)
+def test_what_is_no_integer_is_refused_by_name(rank, verb):
+    for one, group, name in itertools.product((1.5, "a", object, True), (None, dist.group.WORLD), names(verb)):
+        assert f"{name}={one!r} is not a rank: pass an integer" in text_of(VERBS[verb], rank, group, {name: one})
     assert met(verb, rank, None, {names(verb)[1]: 1}) == 1
 
 
