@@ -1,7 +1,6 @@
 """Replacing accelerate's functions by easydist's: which names, in which modules, for how long, in which states."""
 
 import pickle
-import subprocess
 import sys
 import types
 
@@ -12,6 +11,7 @@ import torch
 from accelerate import utils
 from accelerate.utils import gather, operations, reduce as reduced
 from accelerate.utils.operations import DistributedOperationException
+from launching import forked
 
 import easydist
 import easydist.accelerate
@@ -112,7 +112,7 @@ def test_what_holds_our_functions_can_be_pickled():
 @pytest.mark.slow
 def test_the_import_alone_has_no_effect():
     code = "import sys, easydist.accelerate; assert 'accelerate' not in sys.modules; easydist.accelerate.disable()"
-    subprocess.run([sys.executable, "-c", f"{code}; assert 'accelerate' not in sys.modules"], check=True)
+    forked("-c", f"{code}; assert 'accelerate' not in sys.modules")
 
 
 def test_one_process_without_a_group():

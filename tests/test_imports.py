@@ -118,6 +118,8 @@ def test_threads_may_load_all_names_at_once():
         "with ThreadPoolExecutor(16) as pool:",
         "    for name, value in zip(dir(easydist), pool.map(lambda n: getattr(easydist, n), dir(easydist))):",
         "        assert value is getattr(easydist, name)",
+        "import logging",
+        "assert 'easydist' not in logging.__file__",  # its own module of that name does not take the place of Python's
     )
 
 
@@ -209,7 +211,9 @@ from easydist import calling  # wrong
 """
 
 
-LARGE = "mypy-torch.*,transformers.*,torchmetrics.*,IPython.*,matplotlib.*"
+LARGE = (
+    "mypy-torch.*,transformers.*,torchmetrics.*,IPython.*,matplotlib.*,ray.*,rich.*,ipykernel.*,jupyter_client.*,zmq.*"
+)
 """Packages that mypy takes long to read, and that do not matter for easydist's names."""
 
 
