@@ -106,9 +106,10 @@ def forked(*arguments, **options):
 
 
 @functools.cache
-def fork():
+def fork(*modules):
     """Return the path of an interpreter that runs Python's arguments in a fork of the fork server of these tests.
 
+    The server has torch loaded, or one of its own has these modules, too, which several processes need.
     It is a small process that passes on its environment, its streams and the signals that it gets, and ends as the
     fork does. The fork has a pid and a parent of its own, and its process group ends with it.
     """
@@ -117,7 +118,7 @@ def fork():
         listener.bind(f"{folder}/socket")
         listener.listen()
         server = subprocess.Popen(
-            [sys.executable, SCRIPTS / "fork_server.py", str(listener.fileno())],
+            [sys.executable, SCRIPTS / "fork_server.py", str(listener.fileno()), *modules],
             env={name: value for name, value in (os.environ | OWN).items() if name != "PYTHONPATH"},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

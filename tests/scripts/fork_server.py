@@ -1,6 +1,7 @@
 """Runs commands of Python in forks of a process that has torch loaded: the server of ``launching.forked``.
 
-Usage: python fork_server.py LISTENER, the file descriptor of a listening socket; the server ends when its stdin ends.
+Usage: python fork_server.py LISTENER [MODULE …], the file descriptor of a listening socket, and what the forks have
+loaded beside torch; the server ends when its stdin ends.
 
 For each command comes a connection, with the arguments, the environment, the working directory and the standard
 streams. It is served by a keeper, which forks the process that becomes Python with all of these, passes signals on to
@@ -10,6 +11,7 @@ it and tells how it has ended.
 import contextlib
 import ctypes
 import gc
+import importlib
 import io
 import json
 import os
@@ -109,6 +111,8 @@ if __name__ == "__main__":
     gc.disable()  # all that is loaded stays: looking for garbage among it would take a third of the time
     import torch.distributed  # noqa: F401 - the forks have it
 
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     leave_objects()
     gc.freeze()  # the objects of torch are then not scanned, and so not copied, in the forks
     gc.enable()
