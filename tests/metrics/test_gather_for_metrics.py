@@ -95,9 +95,9 @@ dispatching, skipped = st.sampled_from([None, True, False]), st.integers(0, 3)
 
 
 def draws(**strategies):
-    """Ten cases for one run, as a run with its group costs more than a case; a stress test has many runs."""
-    settled = settings(deadline=None, max_examples=launching.examples(4))
-    drawn = given(cases=st.lists(st.fixed_dictionaries(strategies), min_size=10, max_size=10))
+    """Fifteen cases for one run, as a run with its group costs more than a case; a stress test has many runs."""
+    settled = settings(deadline=None, max_examples=launching.examples(2))
+    drawn = given(cases=st.lists(st.fixed_dictionaries(strategies), min_size=15, max_size=15))
     return lambda test: pytest.mark.slow(settled(drawn(test)))
 
 
@@ -118,7 +118,7 @@ def test_prepared_loaders(rank, world_size, cases):
 
 
 @pytest.mark.slow
-@distributed(world_size=[3, 4])
+@distributed(world_size=launching.sampled([4, 3]))
 def test_a_dispatcher_with_fewer_samples_than_half_the_ranks(rank, world_size):
     """accelerate fills the only step with the samples that it has, so some ranks get none."""
     for total, even, split in itertools.product(range(1, 5), (True, False), (True, False)):

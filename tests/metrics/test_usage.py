@@ -295,8 +295,8 @@ CASE = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@settings(deadline=None, max_examples=launching.examples(4))
-@given(cases=st.lists(st.fixed_dictionaries(CASE), min_size=25, max_size=25))
+@settings(deadline=None, max_examples=launching.examples(2))
+@given(cases=st.lists(st.fixed_dictionaries(CASE), min_size=35, max_size=35))
 @distributed(world_size=ALL)
 def test_each_sample_comes_once_or_all_ranks_raise(rank, world_size, cases):
     for case in cases:
