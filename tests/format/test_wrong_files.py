@@ -4,10 +4,7 @@ import contextlib
 import json
 import os
 import random
-import subprocess
-import sys
 import tracemalloc
-from pathlib import Path
 
 import launching
 import numpy as np
@@ -126,10 +123,9 @@ def test_the_name_of_a_dtype_imports_nothing(path):
     script = (
         "import sys, easydist\n"
         "try: easydist.load(sys.argv[1])\n"
-        "except easydist.WireError: sys.exit('torch._inductor' in sys.modules)"
+        "except easydist.WireError: print('torch._inductor' in sys.modules)"
     )
-    root = Path(__file__).parent.parent.parent
-    subprocess.run([sys.executable, "-c", script, str(path)], env={**os.environ, "PYTHONPATH": str(root)}, check=True)
+    assert launching.forked("-c", script, path)[0] == "False\n"
 
 
 def test_what_is_no_regular_file_is_refused_at_once(path):
@@ -197,7 +193,7 @@ def drawn_node(draw, depth=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", launching.sampled(range(100)))
+@pytest.mark.parametrize("seed", launching.sampled(range(100), 4))
 def test_random_files_allocate_in_proportion_to_their_length(path, seed):
     draw = random.Random(seed)
     while not 3000 < len(text := drawn_node(draw)) < 200_000:
