@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from launching import within
+from launching import sampled, within
 from leaf_entries import ENTRIES, Env, like
 from test_leaf_kinds import SHAPES, called
 from torch.overrides import TorchFunctionMode
@@ -59,9 +59,12 @@ SURROUNDINGS = {
 }
 
 
+ORDERS = [(name, first) for i, name in enumerate(SURROUNDINGS) for first in (i % 2 == 0, i % 2 == 1)]
+"""The surroundings with the first call inside or outside; the sample is each with one of both, in turn."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [True, False], ids=["inside", "outside"])
-@pytest.mark.parametrize("name", SURROUNDINGS)
+@pytest.mark.parametrize(("name", "first"), sampled(ORDERS))
 def test_every_entry_gives_the_same_inside_and_outside(name, first):
     for outcomes in default_pool().run(play, 2, name, first, timeout=within(60)):
         for step, found in outcomes.items():
