@@ -198,7 +198,7 @@ def test_ranks_get_the_settings_of_the_shell_and_ray_logs_no_key(cluster, tmp_pa
         (["3", "--dry-run", "script.py"], "--on ray does not take --dry-run"),
     ],
 )
-def test_what_cannot_be_is_refused(cluster, tmp_path, options, text):
-    script(tmp_path, SAYS)
-    _, err = run(cluster, tmp_path, *options, status=2)
-    assert text in err
+def test_what_cannot_be_is_refused(options, text):
+    done = CliRunner().invoke(main, ["run", "--on", "ray", "-n", *options])
+    assert done.exit_code == 2
+    assert text in done.output
