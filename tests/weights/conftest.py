@@ -4,10 +4,16 @@ from launching import within
 
 
 @pytest.fixture(scope="session")
-def actors(cluster):
+def trio(cluster):
+    """Three actors that no test ends."""
+    return members(3)
+
+
+@pytest.fixture(scope="session")
+def actors(trio):
     """Four actors that no test ends; all have started."""
     import easydist.ray
 
-    found = members(4)
+    found = [*trio, *members(1)]
     easydist.ray.create_group(found, "first", timeout=within(60))
     return found

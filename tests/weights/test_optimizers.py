@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from groups import made
+from launching import sampled
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -106,7 +107,7 @@ def exact(optimizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@distributed(world_size=(1, 2, 3))
+@distributed(world_size=sampled((3, 2, 1)))
 def test_all_ranks_continue_as_the_source_would(rank, world_size, name):
     last = world_size - 1
     for backend, steps_before in (("shm", 0), ("gloo", 0), ("shm", 1), ("gloo", 4)):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from launching import within
+from launching import sampled, within
 
 import easydist
 from easydist.errors import CollectiveTimeout
@@ -19,7 +19,7 @@ def group(name, rank, size, seconds):
 
 
 @pytest.mark.slow
-@distributed(world_size=[2, 3])
+@distributed(world_size=sampled([3, 2]))
 def test_members_that_do_not_come_are_named_on_all(rank, world_size):
     """The first rank gives up, and the others hear of it long before their own time is over."""
     with pytest.raises(CollectiveTimeout) as caught:

@@ -153,13 +153,13 @@ FAULTS = {
 }
 
 
-def test_every_actor_raises_the_same_and_the_group_works_on(actors):
-    easydist.ray.create_group(actors, "faults", timeout=within(60))
+def test_every_actor_raises_the_same_and_the_group_works_on(trio):
+    easydist.ray.create_group(trio, "faults", timeout=within(60))
     for case, (kind, text) in FAULTS.items():
-        found = each(actors, refused, case, "faults", seconds=5)
+        found = each(trio, refused, case, "faults", seconds=5)
         assert all(one[0] == kind and text in one[1] for one in found), (case, found)
         assert len(set(found)) == 1, case
-    assert all(each(actors, moves, "strange", 0, "faults"))
+    assert all(each(trio, moves, "strange", 0, "faults"))
 
 
 # --- beside others
