@@ -35,12 +35,8 @@ def scopes(tree):
     inner = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     methods = [one for node in inner if isinstance(node, ast.ClassDef) for one in node.body]
     functions = [node for node in [*inner, *methods] if isinstance(node, ast.FunctionDef)]
-    attributes = {
-        id(method): held(node, ast.Attribute)
-        for node in inner
-        if isinstance(node, ast.ClassDef)
-        for method in node.body
-    }
+    classes = [(node, held(node, ast.Attribute)) for node in inner if isinstance(node, ast.ClassDef)]
+    attributes = {id(method): stores for node, stores in classes for method in node.body}
     yield [node for one in tree.body if one not in inner for node in ast.walk(one)], held(tree, ast.Name)
     for function in functions:
         yield list(ast.walk(function)), held(function, ast.Name) | attributes.get(id(function), set())

@@ -8,6 +8,7 @@ import argparse
 import ast
 import concurrent.futures
 import contextlib
+import functools
 import importlib
 import os
 import queue
@@ -66,9 +67,12 @@ def planted(mutant):
     return "".join([*lines[:first], part.replace(mutant.old, mutant.new), *lines[last:]])
 
 
+_parsed = functools.cache(ast.parse)
+
+
 def _lines(text, mutant):
     """Return the lines of the function."""
-    node, lines = ast.parse(text), text.count("\n") + 1
+    node, lines = _parsed(text), text.count("\n") + 1
     if not mutant.where:
         return 0, lines
     for name in mutant.where.split("."):
