@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from easydist.errors import WireError
-from easydist.liveness import log as logs_of_stores
+from easydist.liveness import log as logs_of_stores, timed_store
 from easydist.liveness.log import Log, LogEntry, pause
 from easydist.liveness.rules import PATIENCE
 from easydist.liveness.timed_store import POLL, TimedStore
@@ -244,6 +244,7 @@ def test_a_slow_store_is_asked_for_less(monkeypatch):
     for _ in range(100):
         store.set(f"log/{store.add('log', 1)}", "1 text")
     monkeypatch.setattr(Counting, "seconds", PATIENCE / 50)
+    monkeypatch.setattr(timed_store, "_MOST_PATIENCE", PATIENCE)  # else it would soon wait for all of them
     monkeypatch.setattr(logs_of_stores, "AT_ONCE", 200)
     view, found, until = View(store), [], time.monotonic() + launching.within(30)
     while len(found) < 100:
