@@ -24,7 +24,7 @@ HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 12_000, "he
 """Ray notices a killed raylet at once, and a cut link after 13 s, which is later than the ranks do."""
 
 AFTER = 4
-NBYTES = 4 << 21
+NBYTES = 4 << 20
 """The bytes of the broadcast."""
 
 OWN = launching.OWN | {

@@ -461,7 +461,7 @@ def test_small_columns_take_five_exchanges(rank):
     assert exchanges(lambda: collector.compute(dst=0)) == ["header"] * 5
 
 
-SAMPLES, WIDTH = 300_000, 100  # so much that what threads and allocators keep does not count
+SAMPLES, WIDTH = 400_000, 100  # so much that what threads and allocators keep does not count
 
 
 def recording(result, found):
@@ -486,8 +486,8 @@ def test_memory_is_bounded(rank, world_size, deal):
     share = SAMPLES // world_size
     before = resident.own()
     collector = MetricCollector(SAMPLES)
-    for step in range(0, share, 100):
-        rows = torch.arange(step, step + 100)
+    for step in range(0, share, 50):
+        rows = torch.arange(step, step + 50)
         indices = rows * world_size + rank if deal == "every nth" else rows + rank * share
         collector.update(indices, x=indices.float()[:, None].expand(-1, WIDTH))
     found = [resident.own()]

@@ -21,6 +21,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("easydist", "tests", "examples", "docs", "benchmarks", "setup.cfg", "setup.py", "README.md", "Makefile")
 SHARE = 0.85
@@ -109,9 +111,18 @@ def _outcome(mutant, folder, seconds):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pytest.pid, signal.SIGKILL)
             pytest.wait()
+            _end_all(folder)
         output.seek(0)
         text = output.read().decode(errors="replace")
     return {0: "unnoticed", 1: "noticed"}.get(status) or f"pytest ended with {status}: {text[-300:]}"
+
+
+def _end_all(folder):
+    """Kill what the tests in this copy have left running, such as ranks that wait forever in sessions of their own."""
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(folder) in part for part in process.info["cmdline"] or ()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def copied(folder):
