@@ -21,11 +21,10 @@ AT_ONCE = 1000
 _MOST_LOOKS = 50_000
 """The looks a second of all ranks together that a store has to answer; it can answer some more."""
 
-_WITHDRAWN = b"\0withdrawn"
-
-
 _LONGEST = 0.05
 """The longest pause for the sake of the processor, in seconds: a tenth of a core would go into looks otherwise."""
+
+_WITHDRAWN = b"\0withdrawn"
 
 
 def pause(size: int, waited: float) -> float:
