@@ -299,7 +299,8 @@ def _move(comms: Communicators, leaves: Leaves, tied: bool, source: int) -> dict
     works, received = [], []
     nbytes = leaves.layout.packing.lengths
     for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(tied), sum(nbytes)):
-        bucket = at_once(members, nbytes, LARGE_AT_ONCE if comm.backend.shares_memory else LARGE)
+        large = LARGE_AT_ONCE if comm.backend.shares_memory else LARGE
+        bucket = at_once(members, nbytes, large).unpacked(nbytes)
         if comms.rank == source:
             messages = bucket.messages(comm, leaves.tensors)
         else:

@@ -148,6 +148,20 @@ class Bucket(NamedTuple):
         """Return the indices of the leaves of each message."""
         return [*([i] for i in self.alone), *([self.packed] if self.packed else [])]
 
+    def unpacked(self, nbytes: Sequence[int]) -> Bucket:
+        """Return the same bucket, without packing if that would only copy: a single leaf, which is empty on no rank.
+
+        Args:
+            nbytes: See ``at_once``.
+
+        Example:
+            >>> at_once([0, 1], [8, 300], large=200).unpacked([8, 300])
+            Bucket(alone=[1, 0], packed=())
+        """
+        if len(self.packed) == 1 and nbytes[self.packed[0]]:
+            return Bucket([*self.alone, *self.packed], ())
+        return self
+
     def messages(self, comm: Collectives, tensors: Indexed) -> list[torch.Tensor]:
         """Return the messages with these tensors, flat: values, or packed bytes."""
         device = comm.get_device()

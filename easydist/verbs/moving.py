@@ -66,7 +66,7 @@ def moved(
             is_cpu = comm.get_device().type == "cpu"
             buckets = in_turns(members, nbytes, large, are_copied) if is_cpu else [at_once(members, nbytes, large)]
             for bucket in buckets:
-                yield comm, begin(comm, bucket)
+                yield comm, begin(comm, bucket.unpacked(nbytes))
 
     results: dict[int, torch.Tensor] = {}
     for comm, moving in ahead(begun(), *[comm for comm, _ in every]):

@@ -1,5 +1,7 @@
 """The number of exchanges of every verb, as its docstring says under "Cost": the same for one leaf and for many."""
 
+import math
+
 import pytest
 import torch
 from counting import exchanges
@@ -7,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import easydist
+from easydist import memory
 from easydist.testing import distributed
 
 SMALL, MANY, LARGE = "small", "many", "large"
@@ -112,6 +115,18 @@ def test_a_leaf_of_256_kib_is_large(rank, numel, messages):
         easydist.reduce: {"x": [1.0], "y": [3.0]},  # after the broadcast
     }.items():
         assert {name: leaf.unique().tolist() for name, leaf in verb(tree).items()} == want
+
+
+@pytest.mark.parametrize("verb", ["gather", "gather to one", "broadcast", "all_to_all"])
+@distributed(world_size=2)
+def test_a_single_leaf_is_not_packed_even_if_it_is_small(verb, rank):
+    asked, empty = [], memory.empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "empty", lambda *args: asked.append(args[0]) or empty(*args))
+        VERBS[verb][0]({"x": torch.ones(15_000)})
+    assert sum(map(math.prod, asked)) == {"gather": 30_000, "gather to one": 30_000 * rank, "all_to_all": 15_000}.get(
+        verb, 0
+    )
 
 
 @pytest.mark.parametrize("numel", [1, 300_000])
