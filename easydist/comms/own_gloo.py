@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -50,7 +49,8 @@ class OwnGloo(Gloo):
         ranks.disconnect, ranks.waits_in_memory = self.disconnect, False
         run_after_ranks(sum(rank == self.rank or ranks.sees(rank) for rank in range(self.size)))
         self._lost = set[dist.Work]()
-        self._awaited, self._looked = 0, (0, 0.0)  # the rank for which it waits; a wait, and the time of a look at it
+        self._awaited: Callable[[], int] = _nobody  # returns the rank for which it waits
+        self._looked = 0, 0.0  # a wait, and the time of a look at it
         watchdog().add(self)
         watchdog().look_regularly(self._end_lost)
 
@@ -61,19 +61,18 @@ class OwnGloo(Gloo):
             end_wait(work)
         self._lost = lost
 
-    def wait_alone(
-        self, work: dist.Work, peer: int, timeout: timedelta | None, check: Callable[[], None] | None
-    ) -> None:
-        """Wait for a message. Ctrl-C ends a wait of the main thread, and so does a recovery that needs this rank."""
+    def wait_alone(self, wait: Callable[[], object], peer: Callable[[], int], check: Callable[[], None] | None) -> None:
+        """Wait for messages. Ctrl-C ends a wait of the main thread, and so does a recovery that needs this rank."""
         if check is not None:  # while a thread waits, Python handles signals
-            return super().wait_alone(work, peer, timeout, functools.partial(self._check, id(work), peer, check))
+            return super().wait_alone(wait, peer, functools.partial(self._check, id(wait), peer, check))
         self._awaited = peer
         with signals_wake_watchdog() as is_heard:
             self.waits += is_heard
             try:
-                super().wait_alone(work, peer, timeout, None)
+                super().wait_alone(wait, peer, None)
             finally:
                 self.waits += is_heard
+                self._awaited = _nobody  # the messages keep tensors and connections
 
     def interrupted(self, error: BaseException, wait: int) -> None:
         """Tell the other ranks, then break the connections. The watchdog calls this."""
@@ -92,19 +91,19 @@ class OwnGloo(Gloo):
         if (error := self._recovering(wait, self._awaited)) is not None and wait == self.waits:
             self._ranks.give_up(error)
 
-    def _check(self, wait: int, peer: int, check: Callable[[], None]) -> None:
+    def _check(self, wait: int, peer: Callable[[], int], check: Callable[[], None]) -> None:
         check()
         if (error := self._recovering(wait, peer)) is not None:
             self._ranks.give_up(error)
             self._ranks.raise_if_broken()
 
-    def _recovering(self, wait: int, peer: int) -> EasydistError | None:
+    def _recovering(self, wait: int, peer: Callable[[], int]) -> EasydistError | None:
         """Look once a second, from the second look on, whether a rank that a wait needs recovers another group."""
         now, (seen, looked) = time.monotonic(), self._looked
         if seen == wait and now - looked < LISTEN_EVERY:
             return None
         self._looked = wait, now
-        return self._ranks.recovering([peer]) if seen == wait else None
+        return self._ranks.recovering([peer()]) if seen == wait else None
 
     def failed(self, error: Exception, wait: int) -> None:
         """Do as ``interrupted``, because of an error of the watchdog's own."""
@@ -120,6 +119,10 @@ class OwnGloo(Gloo):
         self._ranks.detach()
         self.process_group = None
         del self._group
+
+
+def _nobody() -> int:
+    return 0
 
 
 _Base: Any = dist.ProcessGroup

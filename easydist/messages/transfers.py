@@ -188,7 +188,7 @@ class Transfer:
         is_given = self._abandon is not None and not self._abandon.alive
         aside = (is_given or self._is_large) and not work.has_ended
         try:
-            wait_watched(monitor, self._peer, work.wait, monitor.raise_if_broken if aside else None)
+            wait_watched(monitor, lambda: self._peer, work.wait, monitor.raise_if_broken if aside else None)
             if aside:
                 work.wait()  # on this thread's stream of an accelerator
         except BaseException:

@@ -113,8 +113,9 @@ def scatter_and_share(exchange: Exchange, rank: int, root: int, chunks: Sequence
         yield from exchange([(chunks[r], r) for r in others] + [(mine, r) for r in others], [])
         return
     # The root's two messages, which have one tag, in the order in which it sends them.
-    first, *rest = exchange([], [(mine, root), (chunks[root], root), *((chunks[r], r) for r in others)])
-    yield first
+    first = exchange([], [(mine, root)])
+    rest = exchange([], [(chunks[root], root), *((chunks[r], r) for r in others)])
+    yield from first
     yield from [*rest, *exchange([(mine, r) for r in others], [])]
 
 

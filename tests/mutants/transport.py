@@ -32,10 +32,10 @@ MUTANTS = [
         "tests/transport/test_lost_sends.py",
     ),
     Mutant(
-        "transport/backends/c10d.py",
-        "Gloo.wait_alone",
-        "                raise RuntimeError(LOST)\n",
-        "                pass\n",
+        "transport/backends/waits.py",
+        "Messages._wait_for_each",
+        "                    raise RuntimeError(LOST)\n",
+        "                    pass\n",
         "tests/transport/test_lost_sends.py",
     ),
     Mutant(
@@ -133,10 +133,10 @@ MUTANTS = [
         "transport/backends/c10d.py",
         "Gloo._exchange",
         """        posted = [self._post(self._group.recv, tensor, self._members[peer], tag, expected) for tensor, peer in recvs]
-        return posted + [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
+        posted += [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
 """,  # noqa: E501
         """        posted = [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
-        return [*[self._post(self._group.recv, tensor, self._members[peer], tag) for tensor, peer in recvs], *posted]
+        posted += [self._post(self._group.recv, tensor, self._members[peer], tag, expected) for tensor, peer in recvs]
 """,
         "tests/transport/test_broken_connections.py",
     ),
@@ -215,8 +215,8 @@ MUTANTS = [
     Mutant(
         "transport/rounds.py",
         "scatter_and_share",
-        "(mine, root), (chunks[root], root)",
-        "(chunks[root], root), (mine, root)",
+        "[(mine, root)])\n    rest = exchange([], [(chunks[root], root),",
+        "[(chunks[root], root)])\n    rest = exchange([], [(mine, root),",
         "tests/transport/test_rounds.py::test_scatter_and_share",
     ),
     Mutant(

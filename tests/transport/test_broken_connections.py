@@ -13,7 +13,7 @@ from easydist.groups.connecting import gloo_beside
 from easydist.liveness import keepalive
 from easydist.state import communicators
 from easydist.testing import distributed
-from easydist.transport.backends.waits import _Lookout
+from easydist.transport.backends.waits import Message, _Lookout
 
 
 def notice(gloo, peer):
@@ -36,7 +36,7 @@ def test_who_finds_a_connection_broken_sends_nothing_to_the_others_either(rank):
         gloo.disconnect()
     else:
         work = gloo.all_gather_v(parts, mine)
-        from_late, from_other = work._part, next(work._parts)
+        from_late, from_other = [message.work for message in work._part._messages[:2]]
         if rank == 2:
             store.wait(["has_come"])
             gloo.disconnect()
@@ -65,7 +65,7 @@ def test_a_message_to_another_host_may_be_half_sent_sooner(hosts, rank):
         recvs = [gloo.recv(torch.zeros(n, dtype=torch.uint8), 1 - rank) for n in SIZES]
         for work in recvs + sends:
             work.wait()
-        assert [work._is_large for work in sends] == [False, hosts == "01", True]
+        assert [work.is_large for work in sends] == [False, hosts == "01", True]
 
 
 MOVING, STILL = 1 << 20, 1 << 10
@@ -81,7 +81,7 @@ def test_a_receive_is_looked_at_only_if_nothing_arrives_any_more(first, each, af
     rows = itertools.chain([first | {here: 0}], ({here: nbytes} for nbytes in arrived))
     monkeypatch.setattr(keepalive, "received", lambda: next(rows))
     monkeypatch.setattr(keepalive, "AFTER", after)
-    lookout = _Lookout(SimpleNamespace(recv_alone=None), 1, True, None)
+    lookout = _Lookout(SimpleNamespace(recv_alone=None, monitor=None), Message(None, 1, is_recv=True, is_large=True))
     found = []
     monkeypatch.setattr(_Lookout, "_look", lambda self: found.append(True))
     for look in range(1, 10):

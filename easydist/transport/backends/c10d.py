@@ -27,7 +27,7 @@ from easydist.liveness.background import within
 from easydist.liveness.monitor import Monitor
 from easydist.transport import rounds
 from easydist.transport.backend import Addressed, Backend, set_to
-from easydist.transport.backends.waits import FOREVER, LOST, NOBODYS_TAG, TAG, MessageWork
+from easydist.transport.backends.waits import FOREVER, NOBODYS_TAG, TAG, Message, Messages
 from easydist.transport.described import DTYPE_CODES, MESSAGE, OWN, Described
 from easydist.transport.reduce_op import ReduceOp, combine, combine_into
 from easydist.transport.schedules import is_doubled, is_scattered, tree
@@ -204,7 +204,8 @@ class Gloo(Pairwise):
         # Receive first: if a connection has broken, gloo refuses that before this rank has sent anything. So no rank
         # gets all headers of a call that another one has given up, even if no store can tell it.
         posted = [self._post(self._group.recv, tensor, self._members[peer], tag, expected) for tensor, peer in recvs]
-        return posted + [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
+        posted += [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
+        return [Messages(self, posted)] if posted else []
 
     def announce(self) -> None:
         """Describe the collective that ``call`` is about before its first message is posted."""
@@ -245,7 +246,7 @@ class Gloo(Pairwise):
         peer: int,
         tag: int | Posted,
         expected: int | None = None,
-    ) -> MessageWork:
+    ) -> Message:
         """Begin a message; ``expected`` is its length if the tensor has room for more."""
         nbytes = tensor.nbytes
         if isinstance(tag, Posted):
@@ -253,31 +254,26 @@ class Gloo(Pairwise):
         try:
             # A row with so much room may get a long message, however short this rank's own one is.
             is_large = self._is_large(expected if expected is not None and nbytes < _LARGE else nbytes, peer)
-            return MessageWork(self, fn([tensor], peer, tag), peer, fn.__name__ == "recv", is_large)
+            return Message(fn([tensor], peer, tag), peer, fn.__name__ == "recv", is_large)
         except RuntimeError as error:  # the connection had broken before
             if self.monitor is None:
-                error.peer = peer  # type: ignore[attr-defined]  # as in ``MessageWork.wait``
+                error.peer = peer  # type: ignore[attr-defined]  # as in ``Messages.wait``
                 raise
             raise self.monitor.explain(error, peer) from error
 
     def _is_large(self, nbytes: int, peer: int) -> bool:
         return nbytes >= _LARGE_AFAR and (nbytes >= _LARGE or not self.is_near(peer))
 
-    def wait_alone(
-        self, work: dist.Work, peer: int, timeout: timedelta | None, check: Callable[[], None] | None
-    ) -> None:
-        """Wait for a message without a monitor.
+    def wait_alone(self, wait: Callable[[], object], peer: Callable[[], int], check: Callable[[], None] | None) -> None:
+        """Wait for messages without a monitor.
 
         Args:
-            work: The message.
-            peer: The other rank.
-            timeout: The time limit; None is the group's.
+            wait: The function that waits.
+            peer: As in ``wait_watched``.
             check: As in ``wait_watched``.
         """
-        wait = work.wait if timeout is None else functools.partial(work.wait, timeout)
         try:
-            if (wait() if check is None else within(FOREVER.total_seconds(), wait, check)) is False:
-                raise RuntimeError(LOST)
+            wait() if check is None else within(FOREVER.total_seconds(), wait, check)
         except BaseException as error:
             if check is not None and not isinstance(error, Exception):  # the thread would go on waiting after Ctrl-C
                 self.disconnect()
@@ -303,22 +299,24 @@ class Gloo(Pairwise):
             end_wait(work)
 
     def send(self, tensor: torch.Tensor, dst: int) -> Pending:
-        return self._messages_of([(self._group.send, tensor, dst)])[0]
+        return self._messages_of([(self._group.send, tensor, dst)])
 
     def recv(self, tensor: torch.Tensor, src: int) -> Pending:
-        return self._messages_of([(self._group.recv, tensor, src)])[0]
+        return self._messages_of([(self._group.recv, tensor, src)])
 
     def batch(self, sends: Sequence[Addressed], recvs: Sequence[Addressed]) -> TorchWork:
         messages = [(self._group.recv, *one) for one in recvs] + [(self._group.send, *one) for one in sends]
-        return TorchWork(self._messages_of(messages))
+        return TorchWork([self._messages_of(messages)])
 
-    def _messages_of(self, messages: Sequence[tuple[Callable[..., dist.Work], torch.Tensor, int]]) -> list[Pending]:
-        """Begin messages; all of them are known before the first is posted."""
+    def _messages_of(self, messages: Sequence[tuple[Callable[..., dist.Work], torch.Tensor, int]]) -> Pending:
+        """Begin messages; all of them are known before the first is posted. Empty ones are not sent."""
         tags = [self._tag_of(fn.__name__, tensor, peer) for fn, tensor, peer in messages]
-        return [
-            self._post(fn, tensor, self._members[peer], tag) if tensor.numel() else ENDED
+        posted = [
+            self._post(fn, tensor, self._members[peer], tag)
             for (fn, tensor, peer), tag in zip(messages, tags, strict=True)
+            if tensor.numel()
         ]
+        return Messages(self, posted) if posted else ENDED
 
     def _tag_of(self, name: str, tensor: torch.Tensor, peer: int) -> int | Posted:
         if (call := self._described()) is None:
