@@ -106,7 +106,7 @@ def is_backed(tensor: torch.Tensor) -> bool:
 
 
 def absence(tensor: torch.Tensor) -> str:
-    """Return the reason why the values of a tensor are not in memory of its own; empty if they are.
+    """Return the reason why the values of a tensor are not in memory of its own, or not all; empty if they are.
 
     Example:
         >>> absence(torch.ones(2)), absence(torch.ones(2, device="meta"))
@@ -135,6 +135,11 @@ def _absence(tensor: torch.Tensor) -> str:
             else f"{tensor.layout} on {tensor.device}"
         )
         return f"is not a dense tensor ({kind}); pass its dense parts"
+    if torch_private.tangent_of(tensor) is not None:
+        return (
+            "is a dual tensor of forward-mode autograd, and its tangent would be lost; pass its primal, "
+            "forward_ad.unpack_dual(x).primal"
+        )
     return "" if is_backed(tensor) and not _contains_others(tensor) else _without_memory(tensor)
 
 
@@ -233,10 +238,5 @@ def backed(tensor: torch.Tensor, what: str = "the value") -> torch.Tensor:
             raise TypeError(f"{what} {reason}")
         if tensor.dtype in UNCOPIED:
             raise TypeError(f"{what} is {tensor.dtype}, which torch cannot copy; pass .view(torch.uint8)")
-        if torch_private.tangent_of(tensor) is not None:
-            raise TypeError(
-                f"{what} is a dual tensor of forward-mode autograd, and its tangent would be lost; pass its primal, "
-                "forward_ad.unpack_dual(x).primal"
-            )
         plain = tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor
         return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain

@@ -10,7 +10,7 @@ from typing import Protocol, SupportsIndex
 import torch
 
 from easydist.base.arguments import integer
-from easydist.base.torch_private import is_zerotensor
+from easydist.base.torch_private import has_tangents, is_zerotensor
 from easydist.data.backing import absence, backed, is_backed, starts, writable
 from easydist.data.leaves import overlaps
 from easydist.transport.backend import Backend
@@ -232,6 +232,8 @@ class Checks:
         So this calls neither ``flat`` nor, for a tensor with elements, ``is_backed``.
         """
         device, is_cpu, dtype = self._backend.device, self._is_on_cpu, None
+        if has_tangents():
+            return False
         try:
             for tensor in tensors:
                 if type(tensor) is not _Tensor or tensor.stride() != _FLAT:
@@ -265,7 +267,7 @@ class Checks:
                 dtype = tensor.dtype
             elif tensor.dtype is not dtype:
                 raise RuntimeError(f"{name}: all tensors must have one dtype, got {dtype} and {tensor.dtype}")
-            if not (type(tensor) is torch.Tensor and is_backed(tensor)):
+            if not (type(tensor) is torch.Tensor and is_backed(tensor)) or has_tangents():
                 _check_backed(name, tensor)
         for tensor in outputs:
             _check_writable(name, tensor)

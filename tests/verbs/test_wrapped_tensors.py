@@ -70,10 +70,19 @@ def test_dual_tensors_are_refused_on_all_ranks(rank, world_size):
     assert easydist.gather(torch.ones(1)).tolist() == [1] * world_size
 
 
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 @distributed(world_size=2)
-def test_communicators_refuse_them_before_anything_is_sent(rank):
-    comm = new_comm("shm", torch.device("cpu"), "main")
+def test_communicators_refuse_them_before_anything_is_sent(rank, backend):
+    comm = new_comm(backend, torch.device("cpu"), "main")
     under_way = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
     with pytest.raises(TypeError, match=r"call wait\(\) of this AsyncCollectiveTensor first"):
         comm.all_reduce(under_way, ReduceOp.SUM, False)
+    with forward_ad.dual_level(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        dual, x = forward_ad.make_dual(torch.ones(2), torch.ones(2)), torch.ones(2)
+        for move, *given in ((comm.all_reduce, ReduceOp.SUM), (comm.broadcast, 0), (comm.all_gather_single, dual)):
+            with pytest.raises(TypeError, match="its tangent would be lost"):
+                move(dual, *given, False)
+        comm.all_reduce(x, ReduceOp.SUM, False)
+        assert x.tolist() == [2.0] * 2
     comm.barrier(False)
