@@ -42,6 +42,19 @@ def test_an_operation_ends_while_its_rank_computes(rank, backend, operation, num
     comm.finalize()
 
 
+@pytest.mark.parametrize(("backend", "hints"), [("shm", None), ("gloo", None), ("gloo", {"check": "1"})])
+@distributed(world_size=3)
+def test_ranks_may_wait_for_large_reductions_in_any_order(rank, backend, hints):
+    """Over gloo they take two rounds."""
+    comm = new_comm(backend, CPU, "main", hints=hints)
+    every = [torch.full((300_000,), 10.0**i) for i in range(4)]
+    works = [comm.all_reduce(data, ReduceOp.SUM, True) for data in every]
+    for i in range(4):
+        works[(i + rank) % 4].wait()
+    assert [data.unique().tolist() for data in every] == [[3 * 10.0**i] for i in range(4)]
+    comm.finalize()
+
+
 @BACKENDS
 @distributed(world_size=2)
 def test_works_that_are_dropped_end_and_keep_nothing(rank, backend):

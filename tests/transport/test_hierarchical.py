@@ -166,17 +166,18 @@ def test_reductions_have_the_same_bits_everywhere(hosts, rank, world_size):
     hosts = (hosts * 2)[:world_size]
     with on_hosts(hosts, rank):
         comm = communicators().met().control
-    every = [torch.randn(30_001, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
-    of_hosts = [sum(every[r] for r in range(world_size) if hosts[r] == host) for host in dict.fromkeys(hosts)]
-    mine = every[rank].clone()
-    comm.all_reduce(mine, ReduceOp.SUM, async_op=False)
-    assert torch.equal(mine, sum(of_hosts))  # host by host
+    for numel in 3001, 200_001:  # whole, and in chunks
+        every = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+        of_hosts = [sum(every[r] for r in range(world_size) if hosts[r] == host) for host in dict.fromkeys(hosts)]
+        mine = every[rank].clone()
+        comm.all_reduce(mine, ReduceOp.SUM, async_op=False)
+        assert torch.equal(mine, sum(of_hosts))  # host by host
 
 
 @distributed(world_size=4)
 def test_small_reductions_cross_once_between_hosts(rank):
     comm, count = counted(PAIRS, rank)
-    for op, numel in (ReduceOp.SUM, 10), (ReduceOp.AVG, 10), (ReduceOp.MAX, 1000), (ReduceOp.SUM, 100_000):
+    for op, numel in (ReduceOp.SUM, 10), (ReduceOp.AVG, 10), (ReduceOp.MAX, 1000), (ReduceOp.SUM, 200_000):
         count.sent, count.lengths = 0, []
         mine = torch.full((numel,), rank + 1.0)
         comm.all_reduce(mine, op, async_op=False)
@@ -184,7 +185,7 @@ def test_small_reductions_cross_once_between_hosts(rank):
         assert mine.unique().tolist() == [want]
         # A leader sends all of its host's result, or half of it and the total of the other half.
         assert count.sent == (0 if rank % 2 else mine.nbytes)
-        assert len(count.lengths) == (0 if rank % 2 else 2 if numel == 100_000 else 1)
+        assert len(count.lengths) == (0 if rank % 2 else 2 if numel == 200_000 else 1)
 
 
 def results(rank, group=None):
