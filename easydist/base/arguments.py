@@ -75,6 +75,8 @@ def integer(name: str, value: Any, what: str) -> int:
         Traceback (most recent call last):
         TypeError: dim=0.5 is not a dimension: pass an integer
     """
+    if type(value) is int:
+        return value
     try:
         return _whole(value)
     except TypeError:

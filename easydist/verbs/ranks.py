@@ -72,17 +72,20 @@ def check_rank(comms: Communicators, operation: str, name: str, rank: Any) -> An
         TypeError: ``named_rank`` returned this error, or it is not an integer.
         ValueError: ``named_rank`` returned this error, or the rank is not in the group.
     """
-    _raise_if_error(rank)
-    if rank is None:
-        return None
-    if not 0 <= (found := integer(f"{operation}: {name}", rank, "a rank")) < comms.size:
+    if type(rank) is not int:
+        _raise_if_error(rank)
+        if rank is None:
+            return None
+        rank = integer(f"{operation}: {name}", rank, "a rank")
+    if not 0 <= rank < comms.size:
         raise ValueError(f"{operation}: {name}={rank} is not a rank of the group, which has {counted(comms.size)}")
-    return found
+    return rank
 
 
 def source_rank(comms: Communicators, operation: str, name: str, rank: Any) -> int:
     """Return an argument as a rank after ``check_rank``; it cannot be None."""
-    return integer(f"{operation}: {name}", check_rank(comms, operation, name, rank), "a rank")
+    found = check_rank(comms, operation, name, rank)
+    return found if found is not None else integer(f"{operation}: {name}", None, "a rank")
 
 
 def _raise_if_error(rank: Any) -> None:
