@@ -29,10 +29,10 @@ demo: $(VENV)/.test ## evaluate a classifier on 1, 2 and 3 ranks
 	@export PATH="$(abspath $(BIN)):$$PATH"; command -v mpirun >/dev/null || { echo "no mpirun here: accelerate launch starts no ranks on the CPU"; exit 0; }; \
 	set -x; OMP_NUM_THREADS=1 accelerate launch --config_file examples/accelerate_cpu.yaml --main_process_port $$((20000 + $$$$ % 10000)) $(EVALUATE)
 
-# Each process loads all tests, and these wait little.
-quick: JOBS = 3
-quick: $(VENV)/.test ## run the tests that are not marked slow, on one and two ranks
-	$(PYTEST) -m "not slow and not wide" $(ARGS)
+# Each process loads all tests, and these wait little. The number of random values is relative to 1200.
+quick: JOBS = 2
+quick: $(VENV)/.test ## run the tests that are not marked slow, on one and two ranks, three cases of each
+	EASYDIST_STRESS=300 $(PYTEST) -m "not slow and not wide and not further" $(ARGS)
 
 test: $(VENV)/.test ## run the tests, of ray, notebook, launchers and slurm a sample; ARGS="-k gather -x" goes to pytest
 	$(PYTEST) -m "sample or not (ray or notebook or launchers or slurm)" $(ARGS)

@@ -19,9 +19,9 @@ pytest_plugins = ["easydist.testing.plugin"]
 collect_ignore_glob = ["*/conftest.py"]
 """They have no doctests, and pytest would take those of two folders for one module."""
 
-settings.register_profile("easydist", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("stress", settings.get_profile("easydist"), derandomize=False, max_examples=examples(100))
-settings.load_profile("stress" if IS_STRESS else "easydist")
+CHECKS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("easydist", derandomize=not IS_STRESS, max_examples=examples(100), **CHECKS)
+settings.load_profile("easydist")
 
 gc.disable()  # until all tests are loaded, which make millions of objects that stay
 

@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass, field
 
 import psutil
-from jupyter_client.manager import KernelManager
 from launching import ROOT, within
 
 from easydist.cli.ranks import LocalRanks
@@ -54,6 +53,8 @@ class Kernel:
     """A notebook's kernel."""
 
     def __init__(self):
+        from jupyter_client.manager import KernelManager  # which loads for a while
+
         # A port might be taken in between, and so might a path in the working directory, which is the default.
         self._folder = tempfile.TemporaryDirectory(prefix="kernel-")  # short, because the paths of sockets must be
         path = os.path.join(self._folder.name, "ipc")

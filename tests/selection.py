@@ -1,6 +1,7 @@
 """Marks for the tests that do not run everywhere: those with a target of their own, and those that need many ranks."""
 
 import re
+from collections import defaultdict
 
 from mutants.planting import rooms
 
@@ -29,6 +30,12 @@ and one of SLURM's, where SLURM is installed."""
 DEAREST = ("tests/notebook/test_on_ray.py", "tests/cli/test_top_on_ray.py")
 """Each of these tests takes as much time as a hundred others: kernels and ranks in actors that load torch."""
 
+SLOW_EXAMPLES = ("easydist/notebook/launcher.py::",)
+"""Those of docstrings."""
+
+CASES = 3
+"""The number of cases of a test that ``make quick`` runs: the first, the last, and one between them."""
+
 _ALL_SLOW = re.compile(r"^pytestmark = (MARKS$|\[?\s*pytest\.mark\.slow\b)", re.MULTILINE)
 """In a file of slow tests only; MARKS are those of Ray's tests."""
 
@@ -47,12 +54,22 @@ def is_left_out(path, config):
 def mark(items):
     """Mark the tests."""
     names = {item.nodeid for item in items}
+    cases = defaultdict(list)
     for item in items:
+        if item.nodeid.startswith(SLOW_EXAMPLES):
+            item.add_marker("slow")
         if item.get_closest_marker("slow"):
             for name in _subjects(item.nodeid):
                 item.add_marker(name)
         elif re.search(r"W=[34]", item.nodeid) and re.sub(r"W=[34]", "W=2", item.nodeid) in names:
             item.add_marker("wide")
+        else:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for those in cases.values():
+        kept = {i * (len(those) - 1) // (CASES - 1) for i in range(CASES)}
+        for number, item in enumerate(those):
+            if number not in kept:
+                item.add_marker("further")
 
 
 def _subjects(name):

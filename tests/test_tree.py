@@ -11,6 +11,7 @@ import tensordict
 import torch
 import transformers
 from hypothesis import given, settings
+from launching import examples
 from trees import (
     CASES,
     CONTAINERS,
@@ -31,7 +32,7 @@ from trees import (
 
 from easydist import tree
 
-PROPERTY = settings(max_examples=60, deadline=None)
+PROPERTY = settings(max_examples=examples(60), deadline=None)
 TREES = {**CONTAINERS, **OUTSIDERS}
 
 

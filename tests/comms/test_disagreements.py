@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from differing import DTYPES, EQUAL, OPERATIONS, OPS, REDUCING, ROOTED, begin, demand_one_error, play
-from launching import examples, sampled, within
+from launching import IS_STRESS, examples, sampled, within
 
 from easydist.comms import CommDisagreement, ReduceOp, new_comm
 from easydist.comms.statuses import Statuses
@@ -51,7 +51,7 @@ def test_the_error_names_the_call_of_each_rank(rank, world_size):
 
 def some(values, name):
     """Return some of the values, other ones for each operation, or all of them in a stress test."""
-    return values if "EASYDIST_STRESS" in os.environ else values[OPERATIONS.index(name) % 4 :: 4]
+    return values if IS_STRESS else values[OPERATIONS.index(name) % 4 :: 4]
 
 
 @pytest.mark.slow

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from launching import examples
 from trees import ARRAYS, LEAVES, SCALARS, TENSORS, Batch, assert_same, bits, read_only, tied, trees
 
 from easydist import tree
 from easydist.data.leaves import Leaves, as_array, as_tensor, as_value
 from easydist.data.packing import Packed, as_bytes, sort_key
 
-PROPERTY = settings(max_examples=60, deadline=None)
+PROPERTY = settings(max_examples=examples(60), deadline=None)
 
 
 def element_values(value):

@@ -6,11 +6,12 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from launching import examples
 from trees import DTYPES, assert_same, bits, tensors
 
 from easydist.data import packing
 
-PROPERTY = settings(max_examples=80, deadline=None)
+PROPERTY = settings(max_examples=examples(80), deadline=None)
 
 
 def by_sort_key(values):

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from launching import examples
 from trees import DTYPES, Batch, Items, Pair, Point, assert_same, batch_encoding, tensordict
 
 from easydist.data.arithmetic import split_bounds, split_sizes
 from easydist.data.split import split
 
-PROPERTY = settings(max_examples=60, deadline=None)
+PROPERTY = settings(max_examples=examples(60), deadline=None)
 
 lengths = st.integers(0, 9)
 parts_of = st.integers(1, 5)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from launching import examples
 from trees import (
     ARRAYS,
     TENSORS,
@@ -29,7 +30,7 @@ from trees import (
 import easydist
 from easydist import TensorInformation
 
-PROPERTY = settings(max_examples=40, deadline=None)
+PROPERTY = settings(max_examples=examples(40), deadline=None)
 
 
 # --- honor_type, recursively_apply, listify

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from launching import examples
 from trees import THING, trees
 
 import easydist
@@ -237,7 +238,7 @@ def test_sets_are_equal_in_any_order_also_inside_of_tuples(rank):
         easydist.assert_equal({"a": {(1, inner, rank)}})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(trees(), trees())
 def test_digests_are_equal_exactly_if_the_values_are(one, other):
     def rows(data):

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
+from launching import examples
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -22,7 +23,7 @@ def elements(block, shape):
     return set(block.of(torch.arange(math.prod(shape)).view(shape)).flatten().tolist())
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(SHAPES, st.integers(1, 40))
 def test_cutting_keeps_every_element_once_and_in_order(shape, numel):
     whole_tensor = torch.arange(math.prod(shape)).view(shape)
@@ -37,7 +38,7 @@ def blocks(draw, shape):
     return Block(start, tuple(draw(st.integers(0, size - first)) for first, size in zip(start, shape, strict=True)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), blocks(shape), blocks(shape))))
 def test_what_two_blocks_share(case):
     shape, one, other = case
@@ -49,7 +50,7 @@ def test_what_two_blocks_share(case):
         assert found.within(one).of(one.of(tensor)).equal(found.of(tensor))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), st.lists(blocks(shape), max_size=4))))
 def test_each_element_of_overlapping_blocks_is_that_of_the_first(case):
     shape, held = case
@@ -69,7 +70,7 @@ def layouts(draw):
     return shape, mesh, [draw(st.just(Replicate()) | dims) for _ in mesh]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @example(((5,), (4,), [Shard(0)]))  # the last shard is empty
 @given(layouts())
 def test_shards_are_those_of_chunk(layout):

@@ -11,6 +11,7 @@ import torch
 from counting import exchanges
 from groups import BACKENDS, made
 from hypothesis import given, settings, strategies as st
+from launching import examples
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
@@ -49,7 +50,7 @@ def pairs(draw):
     return shape, draw(layouts(shape, 0)), draw(layouts(shape, draw(st.sampled_from([0, 3, 100]))))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(pairs())
 def test_every_rank_gets_just_what_it_wants(case):
     shape, held, wanted = case
