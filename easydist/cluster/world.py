@@ -163,7 +163,6 @@ def _part(comms: Communicators, what: str, why: str) -> None:
     error = RemoteError(f"run: rank {comms.rank} {what} while others waited for it{why}")
     error.rank = comms.rank
     comms.monitor.leave_for_good(error)
-    comms.monitor.disconnect()  # which ends waits in torch's own collectives, too
 
 
 def tell_of_loss(variables: dict[str, str], error: PeerLostError) -> None:

@@ -365,10 +365,11 @@ class Monitor(GroupStatus):
         self.leave_for_good(self._own(texts.recovers(self.rank)))
 
     def leave_for_good(self, error: EasydistError) -> None:
-        """Leave the group for good: ranks that wait for this one raise the error."""
+        """Leave the group for good: ranks that wait for this one raise the error, in torch's own calls one of torch."""
         if self.broken is None or not self.broken.is_final:
             self.broken, error.is_final = None, True
             self.give_up(error)
+        self.disconnect()
 
     def _different(self, error: Exception) -> DisagreementError | None:
         """Return the error of a communicator whose ranks made different calls, for all ranks; None for another one."""

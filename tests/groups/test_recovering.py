@@ -5,6 +5,7 @@ import json
 import queue
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -206,6 +207,20 @@ def test_a_wait_outside_of_verbs_hears_of_a_recovery_of_another_group(kind, rank
         dist.destroy_process_group(group)
     for group in (other, groups[1]):
         group.finalize() if is_comm else dist.destroy_process_group(group)
+
+
+@distributed(world_size=2)
+def test_a_wait_in_a_call_of_torch_hears_of_the_recovery_of_its_group(rank):
+    """As in DDP's backward pass, if only this rank's neighbour in gloo's ring had a connection to the lost one."""
+    group = dist.new_group(timeout=timedelta(minutes=10))
+    easydist.gather(rank, group=group)
+    if rank == 1:
+        with pytest.raises(RuntimeError, match=r"(closed|reset) by peer"):
+            dist.recv(torch.empty(1), group_src=0, group=group)
+    new = easydist.recover(group, timeout=launching.within(10))
+    assert easydist.gather(rank, group=new).tolist() == [0, 1]
+    for one in (new, group):
+        dist.destroy_process_group(one)
 
 
 @distributed(world_size=3)

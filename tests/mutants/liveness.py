@@ -47,6 +47,13 @@ MUTANTS = [
     ),
     Mutant(
         "liveness/monitor.py",
+        "Monitor.leave_for_good",
+        "        self.disconnect()",
+        "        pass",
+        "tests/groups/test_recovering.py -k call_of_torch",
+    ),
+    Mutant(
+        "liveness/monitor.py",
         "Monitor._vanished",
         "if not (self.phase % 2 or self.is_meeting) or",
         "if True or",
