@@ -13,10 +13,11 @@ from easydist.typing import Group, Timeout
 
 @contextmanager
 def together(group: Group = None, *, timeout: Timeout | None = None) -> Iterator[None]:
-    """Let an exception of the body on one rank raise an error on all ranks, wherever in the body they wait.
+    """Let an exception of the body on one rank raise an error on all ranks, in whichever call of the group they wait.
 
     Law: either the body succeeds on every rank, or every rank raises. The others learn anyway of a process that ends
-    with an exception; this is for programs that continue: in a notebook, or around a step that may fail.
+    with an exception; this is for programs that continue: in a notebook, or around a step that may fail. A wait in
+    another group, or in a call of torch such as DDP's, ends with its own time limit.
 
     Args:
         group: The ranks that take part.
