@@ -40,7 +40,11 @@ _SLOTS = (2 << 20, 1 << 19, 1 << 17, 1 << 14)
 NEVER = 1e9
 """The monitor's timeout in seconds. The group checks the time itself, because it does not reconnect after a timeout."""
 
-_OUTSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_OUTSIDE = (
+    os.path.dirname(torch.__file__) + os.sep,
+    "<eval_with_key>",  # torch.fx's name for the code that torch.compile generates
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+)
 
 
 class _ArrivingPeer(Peer):

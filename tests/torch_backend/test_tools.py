@@ -8,6 +8,7 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import easydist.process_group  # noqa: F401 - registers the backend
+from easydist.errors import PeerLostError
 from easydist.testing import distributed
 
 
@@ -85,3 +86,20 @@ def test_a_profiler_shows_the_operations_and_their_waits(rank, world_size):
         dist.broadcast(torch.ones(3), 0, group=group, async_op=True).wait()
     names = {event.key for event in profiler.key_averages()}
     assert {f"easydist_shm:{name}{wait}" for name in ("all_reduce", "broadcast") for wait in ("", " (wait)")} <= names
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_operations_stay_in_a_compiled_graph_and_errors_name_the_line_that_called_it(rank):
+    group = dist.new_group(backend="easydist_shm")
+
+    def total(tensor):
+        dist.all_reduce(tensor, group=group)
+        return tensor + 1
+
+    compiled = torch.compile(total, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [3, 3]
+    if rank == 0:
+        with pytest.raises(PeerLostError, match=r"rank 0 waited in all_reduce, call \d+, at \S*test_tools\.py:\d+\n"):
+            compiled(torch.ones(2))
+    dist.destroy_process_group(group)
