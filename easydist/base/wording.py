@@ -90,7 +90,7 @@ def trace(error: BaseException, caller: str) -> str:
         error: The exception.
         caller: The file that has called the function. The traceback begins below it.
     """
-    bare = isinstance(error, AssertionError) and not str(error)
+    bare = isinstance(error, AssertionError) and not error.args
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == caller:
         frames = frames.tb_next

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
+from easydist.agreement.agree import text_of
 from easydist.base import torch_groups
 from easydist.base.wording import trace
 from easydist.cluster.facts import Facts, interface
@@ -123,7 +124,7 @@ def outcome(message: bytes) -> Outcome:
         return Outcome(value)
     except BaseException as error:  # not even sys.exit() ends the actor
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raised, pickled = f"{type(error).__name__}: {error}".rstrip(": "), b""
+        raised, pickled = text_of(error), b""
         _give_up(raised)
         with contextlib.suppress(Exception):
             pickled = cloudpickle.dumps(error)

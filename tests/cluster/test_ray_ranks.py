@@ -173,6 +173,25 @@ def test_a_failure_is_raised_once_and_the_others_hear(ranks, how):
     assert ranks.run(gathered) == [[0, 1, 2]] * 3
 
 
+class Speechless(Exception):
+    def __str__(self):
+        raise LookupError
+
+
+def fails_without_words():
+    if rank() == 1:
+        raise Speechless
+    gathered()
+
+
+def test_an_error_whose_text_fails_is_heard(ranks):
+    with pytest.raises(
+        RemoteError, match=r"^run: rank 1 of 3 raised Speechless\n  ranks 0, 2 raised RemoteError: run: "
+    ):
+        ranks.run(fails_without_words)
+    assert ranks.run(gathered) == [[0, 1, 2]] * 3
+
+
 def returns(first_call):
     if not first_call:
         gathered()
