@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from easydist import settings
+from easydist.agreement.agree import text_of
 from easydist.base.arguments import integer, integers
 from easydist.base.wording import named
 from easydist.cluster import failures
@@ -191,7 +192,8 @@ class Ranks:
             The results, by rank.
 
         Raises:
-            TypeError: ``fn`` is no function, or it or its arguments cannot be pickled.
+            TypeError: ``fn`` is no function; it or its arguments cannot be pickled; or a result cannot be unpickled in
+                the driver.
             RemoteError: The function raised on a rank; ranks that waited for that one raised, too. Or ranks waited in a
                 call for one that had returned.
             PeerLostError: The process or the node of a rank has ended, now or before. Ranks that waited for it raised,
@@ -259,8 +261,6 @@ class Ranks:
                 self._actors[rank].part_if_awaited.remote()
 
     def _results(self, answers: Mapping[int, Outcome | PeerLostError]) -> list[Any]:
-        from ray import cloudpickle
-
         lost = {rank: one for rank, one in answers.items() if isinstance(one, PeerLostError)}
         outcomes = {rank: one for rank, one in answers.items() if isinstance(one, Outcome)}
         failed = {rank: one for rank, one in outcomes.items() if one.raised}
@@ -269,7 +269,7 @@ class Ranks:
             raise failures.all_lost(lost, failed)
         if failed:
             raise failures.raised(failed, [self._actors.facts[rank] for rank in range(self.size)])
-        return [cloudpickle.loads(outcomes[rank].value) for rank in range(self.size)]
+        return [_loaded(rank, outcomes[rank].value) for rank in range(self.size)]
 
     def _demand_own(self) -> None:
         """Check that these ranks are open, and not lent.
@@ -371,3 +371,15 @@ def _packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         name = getattr(fn, "__name__", repr(fn))
         raise TypeError(f"run: {name} or its arguments cannot be sent to the ranks: {error}") from error
     return message
+
+
+def _loaded(rank: int, value: bytes) -> Any:
+    from ray import cloudpickle
+
+    try:
+        return cloudpickle.loads(value)
+    except Exception as error:
+        text = f"run: the result of rank {rank} cannot be loaded in the driver: {text_of(error)}"
+        raise TypeError(
+            f"{text}\nReturn values of classes that the driver can import, and tensors on the CPU."
+        ) from error

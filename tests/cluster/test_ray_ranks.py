@@ -258,6 +258,11 @@ def test_ranks_get_the_drivers_job_key_and_ray_does_not_log_it(shared, cluster, 
     assert KEY not in logs(cluster)
 
 
+class Unloadable:
+    def __reduce__(self):
+        return divmod, (1, 0)
+
+
 def test_what_cannot_be_run_or_returned_is_an_error(ranks):
     with pytest.raises(TypeError, match=r"^run: kept or its arguments cannot be sent to the ranks: "):
         ranks.run(kept, threading.Lock())
@@ -270,6 +275,10 @@ def test_what_cannot_be_run_or_returned_is_an_error(ranks):
     unsent = r"^run: ranks 0–2 of 3 raised TypeError: the result, a lock, cannot be sent to the driver: cannot pickle"
     with pytest.raises(RemoteError, match=unsent):
         ranks.run(threading.Lock)
+    with pytest.raises(
+        TypeError, match=r"^run: the result of rank 0 cannot be loaded in the driver: ZeroDivisionError: "
+    ):
+        ranks.run(Unloadable)
     with pytest.raises(ValueError, match=r"^restart: there is no rank 3: there are 3 ranks$"):
         ranks.restart([0, 3])
     with pytest.raises(TypeError, match=r"^ranks=1 is not a list of ranks: pass a list of integers$"):
