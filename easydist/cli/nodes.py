@@ -28,7 +28,7 @@ def called(fn: Callable[[float], Any], ranks: int | None, timeout: float) -> lis
         ImportError: Ray is not installed.
         EasydistError: The ranks did not start, or the function raised.
     """
-    has_connected = connect("auto", 0, shows_output=False)
+    connection = connect("auto", 0, shows_output=False)
     try:
         import ray
 
@@ -37,8 +37,7 @@ def called(fn: Callable[[float], Any], ranks: int | None, timeout: float) -> lis
         with cluster.Ranks(size, nodes=None if size % nodes else nodes, timeout=timeout) as started:
             return started.run(fn, timeout)
     finally:
-        if has_connected:
-            disconnect()
+        disconnect(connection)
 
 
 class ClusterRanks:
@@ -54,7 +53,7 @@ class ClusterRanks:
 
     def __init__(self) -> None:
         self.silent: list[str] = []
-        self._has_connected = connect("auto", 0, shows_output=False)
+        self._connection = connect("auto", 0, shows_output=False)
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -111,8 +110,7 @@ class ClusterRanks:
         for one in self._observers.values():
             with contextlib.suppress(ConnectionError):
                 self._ray.kill(one)
-        if self._has_connected:
-            disconnect()
+        disconnect(self._connection)
 
 
 class _Observer:

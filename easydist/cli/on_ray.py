@@ -58,15 +58,14 @@ def _run(args: argparse.Namespace, came: list[int]) -> None:
     size, cpus = int(args.nproc_per_node), 1.0 if args.cpus_per_rank is None else args.cpus_per_rank
     resources = {"CPU": cpus, "GPU": args.gpus_per_rank}
     asked = {name: amount for name, amount in resources.items() if amount}
-    has_connected = connect(None, size * cpus)
+    connection = connect(None, size * cpus)
     before = signal.signal(signal.SIGTERM, end)  # Ray's handler prints stacks of C++
     try:
         here = is_here(args.nodes or 1, {name: size * amount for name, amount in asked.items()})
         while not _is_done(args, asked, here):
             here = False
     finally:
-        if has_connected:
-            disconnect()
+        disconnect(connection)
         signal.signal(signal.SIGTERM, before)
 
 

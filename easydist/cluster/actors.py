@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from easydist.agreement.calling import seconds
 from easydist.cluster import failures
-from easydist.cluster.connection import connect, demand_ray, disconnect, environment, with_package
+from easydist.cluster.connection import connect, current, demand_ray, disconnect, environment, with_package
 from easydist.cluster.facts import Facts
 from easydist.cluster.placement import STRATEGIES, Placement
 from easydist.cluster.worker import RankActor
@@ -21,6 +21,9 @@ _LOOKS_EVERY = 1.0
 
 _INTERRUPTS_WITHIN = 2.0
 """Seconds within which the tasks that send Ctrl-C should have run."""
+
+
+CLOSED = "these ranks are closed; make others: easydist.ray.Ranks(...)"
 
 
 class Actors:
@@ -67,21 +70,19 @@ class Actors:
         self._by_rank = dict[int, Any]()
         self.facts = dict[int, Facts]()
         self._placement: Placement | None = None
-        self._has_connected = False
+        self._connection = ""
 
     @property
     def is_open(self) -> bool:
         """True until they are closed, or this program leaves the cluster, which ends them."""
-        import ray
-
-        return self._placement is not None and ray.is_initialized()
+        return self._placement is not None and self._connection == current()
 
     def __getitem__(self, rank: int) -> Any:
         return self._by_rank[rank]
 
     def items(self) -> Collection[tuple[int, Any]]:
         """Return ranks with their actors."""
-        return self._by_rank.items()
+        return [*self._by_rank.items()]  # another thread may close them
 
     def start(self, ranks: Collection[int]) -> float:
         """Start the actors of ranks, in place of those that they have; without all of them there is none.
@@ -100,7 +101,7 @@ class Actors:
             CollectiveTimeout: The resources were not free in time, or one has not been started in time.
         """
         if self._placement is None:
-            self._has_connected = connect(self._address, self._size * self.resources.get("CPU", 0))
+            self._connection = connect(self._address, self._size * self.resources.get("CPU", 0))
         deadline = time.monotonic() + self.limit
         if self._placement is None:
             env = environment(self._asked_environment)  # a wrong one is refused before the wait for resources
@@ -167,16 +168,19 @@ class Actors:
             asked: The ranks, by the references of the answers.
             late: Called if no answer has come before the deadline, and then every second.
             deadline: The time, on the clock of ``time.monotonic``.
+
+        Raises:
+            RuntimeError: Another thread has closed these actors.
         """
         import ray
 
         while asked:
-            done, _ = ray.wait(list(asked), timeout=max(_LOOKS_EVERY, deadline - time.monotonic()))
+            done = self._done(asked, 1, max(_LOOKS_EVERY, deadline - time.monotonic()))
             if not done:
                 late()
                 continue
             if len(asked) > 1:  # all that have come, in one look
-                done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
+                done = self._done(asked, len(asked), 0)
             for ref in done:
                 rank, answer = asked.pop(ref), None
                 try:
@@ -184,6 +188,20 @@ class Actors:
                 except ray.exceptions.RayError as error:
                     answer = error
                 yield rank, answer
+
+    def _done(self, asked: Collection[Any], count: int, timeout: float) -> list[Any]:
+        """Wait until so many answers have come, and return them.
+
+        Raises:
+            RuntimeError: Another thread has closed these actors.
+        """
+        import ray
+
+        if self._placement is not None:  # otherwise Ray might begin a connection of its own
+            done: list[Any] = ray.wait([*asked], num_returns=count, timeout=timeout)[0]
+        if self._placement is None:
+            raise RuntimeError(CLOSED)
+        return done
 
     def give_up(self, ranks: Collection[int]) -> None:
         """Raise the error for ranks that have not started in time."""
@@ -213,18 +231,14 @@ class Actors:
 
     def close(self) -> None:
         """End all, give their resources back, and leave the cluster; one that was started for them ends."""
-        import ray
-
         placement, self._placement = self._placement, None
-        has_connected, self._has_connected = self._has_connected, False
-        if not ray.is_initialized():
-            return
-        for rank in [*self._by_rank]:
-            self.end(rank)
-        if placement is not None:
-            placement.remove()
-        if has_connected:
-            disconnect()
+        connection, self._connection = self._connection, ""
+        if connection == current():
+            for rank in [*self._by_rank]:
+                self.end(rank)
+            if placement is not None:
+                placement.remove()
+        disconnect(connection)
 
 
 class Loan(NamedTuple):

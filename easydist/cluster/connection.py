@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -15,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from easydist.base.wording import needs
+
+_lock = threading.RLock()  # a signal handler may close ranks at any moment
+_users: dict[str, int] = {}
+"""The connections that ``connect`` has made, each with the number of its users."""
 
 _CANNOT_SHIP = (
     "Ranks: this version of Ray ({}) cannot send easydist to the nodes. Install it there and pass ship=False, or call "
@@ -28,8 +33,8 @@ _NO_SERVER = (
 )
 
 
-def connect(address: str | None, cpus: float, *, shows_output: bool = True) -> bool:
-    """Connect to a cluster; start one on this machine if there is none.
+def connect(address: str | None, cpus: float, *, shows_output: bool = True) -> str:
+    """Connect to a cluster, or use the connection that is there; start a cluster on this machine if there is none.
 
     Args:
         address: As in ``ray.init``.
@@ -37,7 +42,7 @@ def connect(address: str | None, cpus: float, *, shows_output: bool = True) -> b
         shows_output: False to keep Ray from printing the output of actors, and what its daemons report.
 
     Returns:
-        True if this process was not connected before, so that the caller ends what this has begun.
+        The connection, for ``disconnect``.
 
     Raises:
         ConnectionError: There is no cluster at this address.
@@ -46,19 +51,39 @@ def connect(address: str | None, cpus: float, *, shows_output: bool = True) -> b
     demand_ray()
     import ray
 
-    if ray.is_initialized():
-        return False
+    with _lock:
+        if not ray.is_initialized():
+            _begin(address, cpus, shows_output)
+            _users[current()] = 0
+        connection = current()
+        if connection in _users:
+            _users[connection] += 1
+        return connection
+
+
+def _begin(address: str | None, cpus: float, shows_output: bool) -> None:
+    import ray
+
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": shows_output}
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
         with contextlib.suppress(ValueError):  # there is a cluster, which counts its CPUs itself
             ray.init(address, num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)), **options)
-            return True
+            return
     where = address or ""
     if where in ("", "auto"):  # for Ray, too, the variable counts more than "auto"
         where = os.environ.get("RAY_ADDRESS", where)
     with _client_errors(where) if where.startswith("ray://") else contextlib.nullcontext():
         ray.init(address, **options)
-    return True
+
+
+def current() -> str:
+    """Return what tells this process's connection to a cluster from others; empty if there is none."""
+    import ray
+
+    if not ray.is_initialized():
+        return ""
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address} {context.get_job_id()}"
 
 
 @contextlib.contextmanager
@@ -86,11 +111,22 @@ def demand_ray() -> None:
         raise ImportError(needs("easydist.ray.Ranks", "ray", "ray")) from error
 
 
-def disconnect() -> None:
-    """Disconnect from the cluster, and end it if ``connect`` has started it."""
+def disconnect(connection: str) -> None:
+    """Give a connection back. The last user of one that ``connect`` has made ends it, and the cluster made for it.
+
+    Args:
+        connection: The result of ``connect``; one that the program has ended itself is forgotten.
+    """
     import ray
 
-    ray.shutdown()
+    with _lock:
+        if connection not in _users:
+            return
+        _users[connection] -= 1
+        if not _users[connection]:
+            del _users[connection]
+            if connection == current():
+                ray.shutdown()
 
 
 def environment(runtime_env: dict[str, Any] | None) -> dict[str, Any]:

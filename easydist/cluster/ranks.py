@@ -14,7 +14,7 @@ from easydist.agreement.agree import text_of
 from easydist.base.arguments import integer, integers
 from easydist.base.wording import named
 from easydist.cluster import failures
-from easydist.cluster.actors import Actors, Loan
+from easydist.cluster.actors import CLOSED, Actors, Loan
 from easydist.cluster.world import Outcome, tell_of_loss, variables
 from easydist.errors import OverlappingCallError, PeerLostError
 from easydist.liveness.watchdog import interrupts_deferred
@@ -278,7 +278,7 @@ class Ranks:
             RuntimeError: They are closed, or a notebook has them.
         """
         if not self._actors.is_open:
-            raise RuntimeError("these ranks are closed; make others: easydist.ray.Ranks(...)")
+            raise RuntimeError(CLOSED)
         if self._is_lent:
             raise RuntimeError(_LENT)
 
@@ -305,8 +305,10 @@ class Ranks:
         return sorted(self._busy.values())
 
     def _interrupt(self) -> None:
-        """Interrupt the function on the ranks that run it."""
+        """Interrupt the function on the ranks that run it, unless they have been closed meanwhile."""
         self._needs_meeting = True
+        if not self._actors.is_open:
+            return
         until = time.monotonic() + _STOPS_WITHIN
         with interrupts_deferred():  # a second Ctrl-C ends the wait for the ranks, not their interruption
             self._actors.interrupt(self._busy.values())

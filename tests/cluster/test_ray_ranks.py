@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from actors import HEAD, MARKS, MORTAL, logs, travels
-from launching import within
+from launching import forked, within
 
 import easydist
 from easydist import CollectiveTimeout, OverlappingCallError, PeerLostError, RemoteError
 from easydist.cluster import placement
+from easydist.cluster.actors import CLOSED
 from easydist.shm import progress
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
@@ -310,6 +311,13 @@ def test_ctrl_c_while_the_calls_are_sent_interrupts_all_ranks(ranks, tmp_path, m
     assert ranks.run(kept) == before
 
 
+@pytest.mark.battery
+def test_ranks_can_be_closed_while_they_run_a_function(cluster, tmp_path):
+    ranks = easydist.ray.Ranks(1, resources={"rank": 1}, timeout=within(60))
+    with when(tmp_path / "begun", ranks.close), pytest.raises(RuntimeError, match=r"^these ranks are closed; "):
+        ranks.run(never_comes, 0, tmp_path / "begun")
+
+
 def ignores(begun):
     if rank() == 2:
         begun.write_text("")
@@ -446,3 +454,35 @@ def test_ranks_that_do_not_start_on_free_resources_say_so(shared, environment, e
 def test_impossible_ranks_are_refused_before_ray_starts(options, text):
     with pytest.raises((TypeError, ValueError), match=text):
         easydist.ray.Ranks(**options)
+
+
+OWN_CONNECTIONS = """
+import ray
+import easydist.ray
+
+def made():
+    return easydist.ray.Ranks(1, resources={"rank": 0.25})
+
+def closed(call, *args):
+    try:
+        call(*args)
+    except RuntimeError as error:
+        print(error)
+
+first, second = made(), made()
+first.close()
+print(second.run(max, 1, 2))
+ray.shutdown()
+ray.init(log_to_driver=False, logging_level="ERROR")
+closed(second.run, max, 1, 2)
+closed(second.restart)
+second.close()
+print(ray.is_initialized())
+ray.shutdown()
+"""
+
+
+def test_ranks_share_a_connection_and_belong_to_it(cluster, tmp_path):
+    (tmp_path / "script.py").write_text(OWN_CONNECTIONS)
+    out, _ = forked(tmp_path / "script.py", seconds=90, RAY_ADDRESS=cluster.address)
+    assert out.splitlines() == ["[2]", CLOSED, CLOSED, "True"]
