@@ -23,7 +23,7 @@ _BREAK = re.compile(rb"\r\n|\n|\r(?!\Z)")
 """The end of a line, also of a progress bar's; a last carriage return may have its line feed in the next piece."""
 
 _ARRIVES_WITHIN = 2.0
-"""Seconds within which the last lines arrive; what children write after the end of their rank is dropped."""
+"""Seconds within which the last lines arrive after Ctrl-C; otherwise they may take as long as their reader wants."""
 
 
 @contextlib.contextmanager
@@ -35,13 +35,19 @@ def printed() -> Iterator[str]:
     sink = ray.remote(num_cpus=0)(_sink()).options(name=name).remote()
     thread = threading.Thread(target=_print, args=(sink,), name="easydist-output", daemon=True)
     thread.start()
+    limit = None
     try:
         yield name
+    except KeyboardInterrupt:
+        limit = _ARRIVES_WITHIN
+        raise
     finally:
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(sink.put.remote(None), timeout=_ARRIVES_WITHIN)
-            thread.join(_ARRIVES_WITHIN)
-        ray.kill(sink)
+        try:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(sink.put.remote(None), timeout=limit)
+                thread.join(limit)
+        finally:
+            ray.kill(sink)
 
 
 def _sink() -> type[Any]:
@@ -112,10 +118,12 @@ def _sent(name: str, rank: int) -> Iterator[None]:
     """Send to the sink what this process and its children write during the block; each line begins with the rank."""
     import ray
 
-    sink = ray.get_actor(name)
+    sink, end = ray.get_actor(name), secrets.token_hex(16).encode()
     kept = {number: os.dup(number) for number in (1, 2)}
+    pipes = {number: _pipe_at(number) for number in kept}
     threads = [
-        threading.Thread(target=_send, args=(_pipe_at(number), number, sink, rank), daemon=True) for number in kept
+        threading.Thread(target=_send, args=(reader, end, number, sink, rank), daemon=True)
+        for number, (reader, _) in pipes.items()
     ]
     for thread in threads:
         thread.start()
@@ -130,29 +138,32 @@ def _sent(name: str, rank: int) -> Iterator[None]:
             for number, copy in kept.items():
                 os.dup2(copy, number)
                 os.close(copy)
+                with contextlib.suppress(OSError), open(pipes[number][1], "wb", buffering=0) as writer:
+                    writer.write(end)  # children may have the pipe open for longer
             for thread in threads:
-                thread.join(_ARRIVES_WITHIN)
+                thread.join()
 
 
 def _text_to(number: int) -> TextIO:
     return open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
 
 
-def _pipe_at(number: int) -> int:
-    """Replace a file descriptor by the end of a pipe, and return the other end."""
+def _pipe_at(number: int) -> tuple[int, int]:
+    """Let a file descriptor be the end of a new pipe, and return both ends."""
     reader, writer = os.pipe()
     os.dup2(writer, number)
-    os.close(writer)
-    return reader
+    return reader, writer
 
 
-def _send(reader: int, number: int, sink: Any, rank: int) -> None:
+def _send(reader: int, end: bytes, number: int, sink: Any, rank: int) -> None:
+    """Send the lines from a pipe, until these bytes come, or nobody has it open any more."""
     import ray
 
-    rest = b""
+    rest, ended = b"", b""
     with open(reader, "rb", buffering=0) as pipe, contextlib.suppress(ray.exceptions.RayError):
-        while chunk := pipe.read(_READ):
-            *lines, rest = _BREAK.split(rest + chunk)
+        while not ended and (chunk := pipe.read(_READ)):
+            text, ended, _ = (rest + chunk).partition(end)
+            *lines, rest = _BREAK.split(text)
             if lines:
                 ray.get(sink.put.remote((number, _text(lines, rank))))
         if rest := rest.removesuffix(b"\r"):

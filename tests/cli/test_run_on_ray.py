@@ -4,19 +4,24 @@ import json
 import os
 import re
 import signal
+import subprocess
 
 import launching
 import psutil
 import pytest
-from actors import MARKS, SECOND, logs
+from actors import MARKS, SECOND, logs, travels
 from click.testing import CliRunner
+from launching import within
 
 from easydist.cli import check, on_ray
 from easydist.cli.findings import Finding
 from easydist.cli.main import main
+from easydist.cluster import script as programs
 from easydist.cluster.connection import is_here
 
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 pytestmark = MARKS
+travels(__name__)
 
 SAYS = """
 import os, sys
@@ -133,6 +138,23 @@ def test_a_progress_bar_shows_as_lines_while_it_grows(cluster, tmp_path):
     ((rest, err),) = launching.finished(process)
     assert process.returncode == 0, err
     assert "".join([*shown, rest]).replace("[rank 0] ", "").splitlines() == ["", "1%", "2%", "3%", "done", "", "end"]
+
+
+def writes(sink):
+    programs._ARRIVES_WITHIN = 0.0
+    with programs._sent(sink, 0):
+        child = subprocess.Popen("cat", stdin=subprocess.PIPE)  # which has the output open for longer
+        for number in range(3000):
+            print(number)
+    with child:
+        pass
+
+
+def test_all_output_arrives_however_slowly_it_is_read(cluster, monkeypatch, capsys):
+    monkeypatch.setattr(programs, "_ARRIVES_WITHIN", 0.0)
+    with programs.printed() as sink:
+        ray.get(ray.remote(num_cpus=0)(writes).remote(sink), timeout=within(60))
+    assert capsys.readouterr().out.splitlines() == [f"[rank 0] {number}" for number in range(3000)]
 
 
 def test_a_script_that_the_nodes_do_not_get_is_refused(cluster, tmp_path, monkeypatch):
