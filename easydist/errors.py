@@ -48,6 +48,14 @@ from easydist.base import html
 _PACKAGE = str(Path(__file__).parent)
 
 
+class Mark:
+    """A mark that means something in this process only: its copy in another process is None."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Reduce it to None, so that an error that bears it can be sent, whatever its class."""
+        return type(None), ()
+
+
 class EasydistError(Exception):
     """The base of all errors that concern more than one process.
 
@@ -55,8 +63,8 @@ class EasydistError(Exception):
     shows all of it, as ``traceback.print_exc`` does.
     """
 
-    # These are easydist's own. The communicators of the group, if all of its ranks raise this error:
-    raised_in: object = None
+    # These are easydist's own. The mark of the group's communicators, if all of its ranks raise this error:
+    raised_in: Mark | None = None
     # True if the group cannot be connected again.
     is_final = False
     # True if it ended a call that this rank had left before: then the group only has to reconnect.
@@ -74,10 +82,6 @@ class EasydistError(Exception):
     # The waits that it ends, if ranks wait for one another in a circle: each rank, its partner, and the kind and the
     # number of the message.
     circle: Sequence[Sequence[int]] = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Reduce the error without ``raised_in``, which only this process has, so that it can be sent to its parent."""
-        return type(self), self.args, {name: value for name, value in vars(self).items() if name != "raised_in"}
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows."""

@@ -123,7 +123,7 @@ def _noted(call: Call) -> Call:
 
 def shared(comms: Communicators, error: E) -> E:
     """Mark an error that all ranks of the group raise, so that it is not reported to them, and return it."""
-    vars(error)["raised_in"] = comms
+    vars(error)["raised_in"] = comms.mark
     return error
 
 

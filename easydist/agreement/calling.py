@@ -171,12 +171,12 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         """True if no other rank waits for data of this one, although its call ends with an error."""
         monitor = self._comms.monitor
         is_past_exchange = not (monitor.is_awaited or monitor.is_fresh or monitor.broken)
-        return is_past_exchange or getattr(error, "raised_in", None) is self._comms
+        return is_past_exchange or getattr(error, "raised_in", None) is self._comms.mark
 
     def _tell_of(self, error: BaseException) -> None:
         """Report an error that ended the call on this rank alone to the others, if they may still wait for it."""
         monitor = self._comms.monitor
-        if monitor.tells_of(isinstance(error, Exception), getattr(error, "raised_in", None) is self._comms):
+        if monitor.tells_of(isinstance(error, Exception), getattr(error, "raised_in", None) is self._comms.mark):
             monitor.untold = error  # until it is told, which may fail, too, where the stack is full
             monitor.ended_by(error)
             monitor.untold = None

@@ -210,7 +210,7 @@ def meet(
         RemoteError: A rank reported a fault.
         DisagreementError: A rank made a different call.
     """
-    is_known = isinstance(fault, EasydistError) and fault.raised_in is comms
+    is_known = isinstance(fault, EasydistError) and fault.raised_in is comms.mark
     if fault is not None and (is_known or comms.size == 1):
         raise fault  # all other ranks raise it already, or there are none
     _meet(comms, operation, fault, timeout)

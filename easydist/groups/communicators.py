@@ -21,7 +21,7 @@ from easydist import memory
 from easydist.base import forks, torch_groups
 from easydist.base.gloo import run_after_ranks
 from easydist.data.packing import Packed, Packing
-from easydist.errors import EasydistError, LeftOutError
+from easydist.errors import EasydistError, LeftOutError, Mark
 from easydist.groups.connecting import gloo_beside
 from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.founding import Founding, appear, found
@@ -118,6 +118,7 @@ class Communicators:
         has_met: True if the ranks know one another.
         monitor: Monitors the waits of the group's calls.
         frames: The buffer for headers.
+        mark: The mark of errors that all ranks of the group raise.
         under_way: The call that this process is making in the group; empty outside of calls.
         pairs: What this rank shares with one other rank alone, by rank, until the ranks reconnect.
         turns: The lock for the calls of backward passes, because autograd has a thread for each device.
@@ -157,7 +158,7 @@ class Communicators:
         if group is None and founding is None:
             self.monitor.advice = texts.VERBS_ENDED
         self.monitor.elder = getattr(group, "monitor", None)  # a group in shared memory has met
-        self.frames = Frames(self.size)
+        self.frames, self.mark = Frames(self.size), Mark()
         self.under_way: dict[str, Any] = {}
         # The bodies of ``together`` and the like that this rank is in; and the outermost one that a rank has left with
         # an error, of which this rank has heard, with the error that it got.

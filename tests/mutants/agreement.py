@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant(
         "agreement/runner.py",
         "meet",
-        "isinstance(fault, EasydistError) and fault.raised_in is comms",
+        "isinstance(fault, EasydistError) and fault.raised_in is comms.mark",
         "isinstance(fault, EasydistError)",
         "tests/state/test_main_process_first.py::test_an_error_of_another_group_is_told_to_the_others",
     ),

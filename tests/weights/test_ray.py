@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from actors import MARKS, SECOND, each, members, outcome, travels
+from actors import MARKS, SECOND, each, members, outcome, start, travels
 from launching import examples, within
 
 import easydist
@@ -140,6 +140,12 @@ def refused(rank, case, name):
     return outcome(lambda: ray_broadcast_tensor_dict(fine, **{"group_name": name, **options[case]}))
 
 
+def no_source(rank, name):
+    from easydist.ray import ray_broadcast_tensor_dict
+
+    ray_broadcast_tensor_dict({}, src=4, group_name=name)
+
+
 FAULTS = {
     "meta": ("RemoteError", "is a meta tensor, which has no data"),
     "sparse": ("RemoteError", "not a dense tensor"),
@@ -159,6 +165,9 @@ def test_every_actor_raises_the_same_and_the_group_works_on(trio):
         found = each(trio, refused, case, "faults", seconds=5)
         assert all(one[0] == kind and text in one[1] for one in found), (case, found)
         assert len(set(found)) == 1, case
+    for call in start(trio, no_source, "faults"):  # the error has its class in the driver, too
+        with pytest.raises(ValueError, match=r"src=4 is not a rank of the group"):
+            ray.get(call, timeout=within(5))
     assert all(each(trio, moves, "strange", 0, "faults"))
 
 

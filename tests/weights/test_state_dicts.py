@@ -17,6 +17,7 @@ from trees import DTYPES, assert_same
 
 import easydist
 from easydist import CollectiveTimeout, DisagreementError, PeerLostError, RemoteError, WireError, weights
+from easydist.agreement.agree import shared
 from easydist.base.recent import Recent
 from easydist.state import communicators
 from easydist.testing import distributed
@@ -458,9 +459,12 @@ def test_a_bar_that_cannot_be_shown_is_an_error_before_the_others_wait(rank):
     assert len(weights.broadcast_state_dict(nn.Linear(2, 1), verify=True)) == 2
 
 
-@pytest.mark.parametrize("error", [PeerLostError, CollectiveTimeout, RemoteError, DisagreementError, WireError])
+ERRORS = [PeerLostError, CollectiveTimeout, RemoteError, DisagreementError, WireError, ValueError]
+
+
+@pytest.mark.parametrize("error", ERRORS)
 def test_errors_go_to_the_process_that_started_this_one(error):
-    one = error("text")
-    one.raised_in, one.rank = lambda: None, 3
+    one = shared(communicators(None), error("text"))
+    one.rank = 3
     copy = pickle.loads(pickle.dumps(one))
     assert (type(copy), str(copy), copy.rank, copy.raised_in) == (error, "text", 3, None)
