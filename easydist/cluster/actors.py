@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 from easydist.agreement.calling import seconds
+from easydist.base.arguments import integer
 from easydist.cluster import failures
 from easydist.cluster.connection import connect, current, demand_ray, disconnect, environment, with_package
 from easydist.cluster.facts import Facts
@@ -260,9 +262,10 @@ def _demand_possible(size: int, resources: Mapping[str, float], strategy: str, n
         raise ValueError(f"Ranks: size={size} is less than 1")
     if strategy not in STRATEGIES:
         raise ValueError(f"Ranks: strategy={strategy!r} is none of {', '.join(STRATEGIES)}")
-    if nodes is not None and (nodes < 1 or size % nodes):
+    if nodes is not None and (integer("nodes", nodes, "a number of nodes") < 1 or size % nodes):
         raise ValueError(f"Ranks: {size} ranks cannot be {size / max(nodes, 1):g} on each of nodes={nodes}")
-    if not resources or min(resources.values()) < 0 or not any(resources.values()):
+    amounts: Collection[Any] = resources.values()
+    if not any(amounts) or not all(isinstance(one, Real) and float(one) >= 0 for one in amounts):  # NaN is not
         raise ValueError(f"Ranks: resources={resources} name no amount of anything; one CPU is {{'CPU': 1}}")
 
 

@@ -56,7 +56,8 @@ class Ranks:
     Raises:
         ValueError: ``size``, ``resources``, ``strategy`` or ``nodes`` cannot be met by any cluster; or a path of
             ``runtime_env`` does not exist or is too large, or its fields exclude each other.
-        TypeError: A value of ``runtime_env`` has a type that Ray does not take, or ``size`` is not an integer.
+        TypeError: A value of ``runtime_env`` has a type that Ray does not take, or ``size`` or ``nodes`` is not an
+            integer.
         CollectiveTimeout: The resources were not free in time; the text lists the free ones. Nothing is left behind.
         RuntimeError: A node has another version of Python or torch, or cannot set up ``runtime_env``.
         PeerLostError: A rank ended while it started.

@@ -449,6 +449,9 @@ def test_ranks_that_do_not_start_on_free_resources_say_so(shared, environment, e
         ({"size": 1, "strategy": "RANDOM"}, "strategy='RANDOM' is none of PACK, SPREAD,"),
         ({"size": 1, "resources": {}}, "name no amount of anything"),
         ({"size": 1, "resources": {"CPU": -1}}, "name no amount of anything"),
+        ({"size": 1, "resources": {"CPU": "1"}}, "name no amount of anything"),
+        ({"size": 1, "resources": {"CPU": float("nan")}}, "name no amount of anything"),
+        ({"size": 1, "nodes": 1.0}, "nodes=1.0 is not a number of nodes: pass an integer"),
     ],
 )
 def test_impossible_ranks_are_refused_before_ray_starts(options, text):
