@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         "transport/backends/waits.py",
-        "Messages._wait_for_each",
+        "GlooMessages._wait_for_each",
         "                    raise RuntimeError(LOST)\n",
         "                    pass\n",
         "tests/transport/test_lost_sends.py",

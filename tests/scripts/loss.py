@@ -28,7 +28,7 @@ import easydist
 from easydist import CollectiveTimeout, EasydistError, ProcessState
 from easydist.comms import new_comm
 from easydist.transport.backends.shm import Shm
-from easydist.transport.backends.waits import Messages
+from easydist.transport.backends.waits import GlooMessages
 
 DEADLINE = within(15)
 TIMEOUT = dict.fromkeys(("stop_inside", "late", "store_stops"), within(0.5)) | {"stop": within(1.5)}  # it waits first
@@ -133,11 +133,13 @@ def midway(scenario: str, rank: int, world_size: int) -> None:
     """Let the last rank end in the middle of a large message to it."""
     pid = easydist.gather(os.getpid()).tolist()[-1]
     comm = new_comm("gloo", torch.device("cpu"), "main") if scenario == "comm_midway" else None
-    data, wait = torch.ones(1 << 24), Messages.wait
+    data, wait = torch.ones(1 << 24), GlooMessages.wait
     if rank == 0:
         threading.Thread(target=kill_midway, args=(pid,), daemon=True).start()
     elif rank == world_size - 1:
-        Messages.wait = lambda self, *args: os.kill(os.getpid(), signal.SIGSTOP) if self.is_large else wait(self, *args)
+        GlooMessages.wait = lambda self, *args: (
+            os.kill(os.getpid(), signal.SIGSTOP) if self.is_large else wait(self, *args)
+        )
     easydist.broadcast(data) if comm is None else comm.broadcast(data, 0, False)
 
 

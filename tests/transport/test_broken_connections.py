@@ -13,7 +13,7 @@ from easydist.groups.connecting import gloo_beside
 from easydist.liveness import keepalive
 from easydist.state import communicators
 from easydist.testing import distributed
-from easydist.transport.backends.waits import Message, _Lookout
+from easydist.transport.backends.waits import GlooMessage, _Lookout
 
 
 def notice(gloo, peer):
@@ -81,7 +81,9 @@ def test_a_receive_is_looked_at_only_if_nothing_arrives_any_more(first, each, af
     rows = itertools.chain([first | {here: 0}], ({here: nbytes} for nbytes in arrived))
     monkeypatch.setattr(keepalive, "received", lambda: next(rows))
     monkeypatch.setattr(keepalive, "AFTER", after)
-    lookout = _Lookout(SimpleNamespace(recv_alone=None, monitor=None), Message(None, 1, is_recv=True, is_large=True))
+    lookout = _Lookout(
+        SimpleNamespace(recv_alone=None, monitor=None), GlooMessage(None, 1, is_recv=True, is_large=True)
+    )
     found = []
     monkeypatch.setattr(_Lookout, "_look", lambda self: found.append(True))
     for look in range(1, 10):

@@ -27,7 +27,7 @@ from easydist.liveness.background import within
 from easydist.liveness.monitor import Monitor
 from easydist.transport import rounds
 from easydist.transport.backend import Addressed, Backend, set_to
-from easydist.transport.backends.waits import FOREVER, NOBODYS_TAG, TAG, Message, Messages
+from easydist.transport.backends.waits import FOREVER, NOBODYS_TAG, TAG, GlooMessage, GlooMessages
 from easydist.transport.described import DTYPE_CODES, MESSAGE, OWN, Described
 from easydist.transport.reduce_op import ReduceOp, combine, combine_into
 from easydist.transport.schedules import is_doubled, is_scattered, tree
@@ -208,7 +208,7 @@ class Gloo(Pairwise):
         # gets all headers of a call that another one has given up, even if no store can tell it.
         posted = [self._post(self._group.recv, tensor, self._members[peer], tag, expected) for tensor, peer in recvs]
         posted += [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
-        return [Messages(self, posted)] if posted else []
+        return [GlooMessages(self, posted)] if posted else []
 
     def announce(self) -> None:
         """Describe the collective that ``call`` is about before its first message is posted."""
@@ -249,7 +249,7 @@ class Gloo(Pairwise):
         peer: int,
         tag: int | Posted,
         expected: int | None = None,
-    ) -> Message:
+    ) -> GlooMessage:
         """Begin a message; ``expected`` is its length if the tensor has room for more."""
         nbytes = tensor.nbytes
         if isinstance(tag, Posted):
@@ -257,10 +257,10 @@ class Gloo(Pairwise):
         try:
             # A row with so much room may get a long message, however short this rank's own one is.
             is_large = self._is_large(expected if expected is not None and nbytes < _LARGE else nbytes, peer)
-            return Message(fn([tensor], peer, tag), peer, fn.__name__ == "recv", is_large)
+            return GlooMessage(fn([tensor], peer, tag), peer, fn.__name__ == "recv", is_large)
         except RuntimeError as error:  # the connection had broken before
             if self.monitor is None:
-                error.peer = peer  # type: ignore[attr-defined]  # as in ``Messages.wait``
+                error.peer = peer  # type: ignore[attr-defined]  # as in ``GlooMessages.wait``
                 raise
             raise self.monitor.explain(error, peer) from error
 
@@ -319,7 +319,7 @@ class Gloo(Pairwise):
             for (fn, tensor, peer), tag in zip(messages, tags, strict=True)
             if tensor.numel()
         ]
-        return Messages(self, posted) if posted else ENDED
+        return GlooMessages(self, posted) if posted else ENDED
 
     def _tag_of(self, name: str, tensor: torch.Tensor, peer: int) -> int | Posted:
         if (call := self._described()) is None:

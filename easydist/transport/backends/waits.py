@@ -47,7 +47,7 @@ class Waiting(Protocol):
         """Wait for messages without a monitor."""
 
 
-class Message(NamedTuple):
+class GlooMessage(NamedTuple):
     """A message under way.
 
     Attributes:
@@ -63,7 +63,7 @@ class Message(NamedTuple):
     is_large: bool
 
 
-class Messages:
+class GlooMessages:
     """The messages of an operation; waiting for them follows the rules of their backend.
 
     If any is large, one thread waits for all of them: giving each to a thread costs 50 µs.
@@ -75,7 +75,7 @@ class Messages:
 
     __slots__ = ("_at", "_backend", "_lookout", "_messages", "is_large")
 
-    def __init__(self, backend: Waiting, messages: Sequence[Message]) -> None:
+    def __init__(self, backend: Waiting, messages: Sequence[GlooMessage]) -> None:
         self._backend, self._messages, self._at = backend, messages, messages[0]
         self._lookout: _Lookout | None = None
         self.is_large = any(message.is_large for message in messages)
@@ -134,7 +134,7 @@ class _Lookout:
 
     __slots__ = ("_backend", "_ended", "_has_failed", "_look_at", "_quiet", "_received", "message")
 
-    def __init__(self, backend: Waiting, message: Message) -> None:
+    def __init__(self, backend: Waiting, message: GlooMessage) -> None:
         self._backend, self.message = backend, message
         self._received: Mapping[keepalive.Ends, int] | None = None
         self._quiet, self._ended = 0, False
