@@ -21,7 +21,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import (
+    Future,
+    TimeoutError as Unanswered,  # the builtin one from Python 3.11 on
+)
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
@@ -187,7 +190,7 @@ def within(
     context = contextvars.copy_context()
     answer = caller.begin(lambda: context.run(call))
     try:
-        while (left := deadline - time.monotonic()) > 0 and wait([answer], min(left, _TICK)).not_done:
+        while (left := deadline - time.monotonic()) > 0 and not _is_done(answer, min(left, _TICK)):
             if check is not None:
                 check()
         if not answer.done():
@@ -198,6 +201,13 @@ def within(
         raise
     release(caller)
     return answer.result()
+
+
+def _is_done(answer: Future[Any], seconds: float) -> bool:
+    """Wait for so many seconds at most; return True if the call has returned or raised."""
+    with contextlib.suppress(Unanswered):
+        answer.exception(seconds)  # in two thirds of the time of ``concurrent.futures.wait``
+    return answer.done()
 
 
 @atexit.register
