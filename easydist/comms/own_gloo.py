@@ -56,7 +56,8 @@ class OwnGloo(Gloo):
 
     def _end_lost(self) -> None:
         """End waits for messages to ranks that have ended, if they have not ended since the last look."""
-        lost = {work for work, peer in [*self.sending.items()] if self._ranks.peers[peer].has_ended()}
+        sends = [at for messages in tuple(self.gloo_waits.under_way) if not (at := messages.at).is_recv]
+        lost = {message.work for message in sends if self._ranks.peers[message.peer].has_ended()}
         for work in lost & self._lost:
             end_wait(work)
         self._lost = lost

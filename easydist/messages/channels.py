@@ -122,7 +122,7 @@ class Channel:
     def _begin(self, carrier: Backend, verb: str, buffer: torch.Tensor, peer: int | None = None) -> Part:
         begin: Callable[[torch.Tensor, int], Begun] = getattr(carrier, verb)
         try:
-            return Part(begin(buffer, self.peer if peer is None else peer), buffer, carrier.shares_memory)
+            return Part(begin(buffer, self.peer if peer is None else peer), buffer)
         except RuntimeError as error:  # the connection broke before
             raise self._comms.monitor.explain(error, self.peer) from error
 

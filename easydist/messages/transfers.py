@@ -19,8 +19,6 @@ from easydist.transport.backends.waits import wait_watched
 from easydist.transport.work import COMPLETED, Begun, TorchWork
 
 _FOREVER = timedelta(days=365)
-_LARGE = 1 << 18
-"""The bytes from which a gloo message blocks its waiter after the sender dies, even if the connection breaks."""
 
 
 class Part(TorchWork):
@@ -29,13 +27,11 @@ class Part(TorchWork):
     Args:
         begun: The message, through a backend without a monitor, since any thread may wait for it.
         memory: The data to send, or the memory in which it arrives.
-        is_shared: True if it goes through memory, where each wait hears of a rank that dies.
     """
 
-    def __init__(self, begun: Begun, memory: torch.Tensor, is_shared: bool = False) -> None:
+    def __init__(self, begun: Begun, memory: torch.Tensor) -> None:
         super().__init__([begun], timeout=_FOREVER if memory.is_cpu else None)
         self.memory = memory
-        self.is_large = memory.is_cpu and memory.nbytes >= _LARGE and not is_shared
 
 
 def _in_order(parts: list[Part]) -> Iterator[Part]:
@@ -105,7 +101,6 @@ class Transfer:
     ) -> None:
         self._message, self._is_promised = message, is_promised
         self._comms, self._operation, self._peer = comms, operation, peer
-        self._is_large = any(part.is_large for part in parts)
         self._work, self._answer = TorchWork(_in_order([*parts])) if parts else COMPLETED, answer
         for device in [part.memory.device for part in parts if not part.memory.is_cpu][:1]:
             self._work.on(device)
@@ -186,7 +181,7 @@ class Transfer:
     def _drain(self) -> None:
         monitor, work = self._comms.monitor, self._work
         is_given = self._abandon is not None and not self._abandon.alive
-        aside = (is_given or self._is_large) and not work.has_ended
+        aside = is_given and not work.has_ended
         try:
             wait_watched(monitor, lambda: self._peer, work.wait, monitor.raise_if_broken if aside else None)
             if aside:

@@ -15,7 +15,7 @@ CASES += [(3, "shm", "kill_first"), (3, "gloo", "kill_first"), (4, "0011", "kill
 CASES += [(3, "shm", "kill_ahead")]
 CASES += [(3, "shm", "kill_meeting"), (3, "gloo", "kill_meeting")]
 CASES += launching.sampled([(2, kind, name) for name in ("midway", "comm_midway") for kind in ("gloo", "01")], 3)
-CASES += [(2, "shm", "message_midway")]
+CASES += [(2, "shm", "message_midway"), (2, "gloo", "thread_midway")]  # a thread waits if gloo's waits cannot be ended
 CASES += launching.sampled([(size, "shm", name) for name in ("kill", "late", "raise") for size in (4, 2)], 6)
 CASES += [(4, "0011", name) for name in ("kill", "late", "interrupt", "stop", "store_stops")]  # two hosts
 CASES += launching.sampled([(9, "gloo", "late"), (9, "012345678", "kill"), (4, "0001", "kill")], 3)  # headers go round
@@ -94,7 +94,7 @@ def test_the_end_of_a_process_that_has_come_to_reconnect_is_noticed(world_size, 
 
 
 @pytest.mark.slow
-@cases("midway", "comm_midway", "message_midway")
+@cases("midway", "comm_midway", "message_midway", "thread_midway")
 def test_the_end_of_a_process_in_the_middle_of_a_large_message_is_noticed(world_size, backend, scenario):
     """gloo does not end such a message when its connection breaks."""
     kind = "CommPeerLost" if scenario == "comm_midway" else "PeerLostError"

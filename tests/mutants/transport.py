@@ -25,9 +25,9 @@ MUTANTS = [
         "tests/transport/test_conformance.py::test_what_is_still_to_be_sent_is_not_written",
     ),
     Mutant(
-        "transport/backends/c10d.py",
-        "Gloo.disconnect",
-        "            end_wait(work)\n",
+        "transport/backends/waits.py",
+        "Waits.end",
+        "            end_wait(messages.at.work)\n",
         "            pass\n",
         "tests/transport/test_lost_sends.py",
     ),
@@ -139,6 +139,13 @@ MUTANTS = [
         posted += [self._post(self._group.recv, tensor, self._members[peer], tag, expected) for tensor, peer in recvs]
 """,
         "tests/transport/test_broken_connections.py",
+    ),
+    Mutant(
+        "transport/backends/waits.py",
+        "Waits._look",
+        "                    end_wait(message.work)\n",
+        "                    pass\n",
+        "tests/liveness/test_loss.py::test_the_end_of_a_process_in_the_middle_of_a_large_message_is_noticed",
     ),
     Mutant(
         "transport/backends/waits.py",

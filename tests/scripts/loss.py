@@ -26,6 +26,7 @@ from launching import within
 
 import easydist
 from easydist import CollectiveTimeout, EasydistError, ProcessState
+from easydist.base import gloo
 from easydist.comms import new_comm
 from easydist.transport.backends.shm import Shm
 from easydist.transport.backends.waits import GlooMessages
@@ -186,6 +187,8 @@ def wake_the_store(pid: int, rank: int, world_size: int, pipe: tuple[int, int]) 
 
 def work(case: str, rank: int, world_size: int, pipe: tuple[int, int], survivors: Barrier) -> None:
     scenario = case.split("/")[2]
+    if scenario == "thread_midway":
+        gloo._CLASSES = (*gloo._CLASSES, "a class that this torch does not have")
     pids = None if scenario == "kill_first" else easydist.gather(os.getpid()).tolist()
     row = {"case": case, "rank": rank, "pids": pids, "type": None, "text": ""}
     start = time.monotonic()

@@ -50,7 +50,7 @@ def test_breaking_the_connections_ends_a_wait_for_a_message_that_gloo_has_lost(r
         with pytest.raises(RuntimeError, match=LOST) as error:
             work.wait(timedelta(seconds=60))
         assert error.value.peer == 1
-        assert backend.sending == {}
+        assert not backend.gloo_waits.under_way
     dist.barrier()
 
 
@@ -68,11 +68,11 @@ def test_a_communicator_ends_a_wait_for_a_message_to_a_rank_that_has_ended(rank)
     dist.barrier()
 
 
-def test_a_torch_without_the_method_is_left_alone(monkeypatch):
-    monkeypatch.setattr(gloo, "_ABORT", "no such method")
-    gloo._method.cache_clear()
-    assert gloo._method() is None
+def test_a_torch_without_the_methods_is_left_alone(monkeypatch):
+    monkeypatch.setattr(gloo, "_CLASSES", (*gloo._CLASSES, "no such class"))
+    gloo._methods.cache_clear()
+    assert not gloo.can_end_waits()
     gloo.end_wait(os)  # not even looked at
     monkeypatch.undo()
-    gloo._method.cache_clear()
-    assert gloo._method() is not None
+    gloo._methods.cache_clear()
+    assert gloo.can_end_waits()

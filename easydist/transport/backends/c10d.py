@@ -20,14 +20,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from easydist.base.gloo import end_wait
 from easydist.data.arithmetic import split_sizes
 from easydist.errors import DisagreementError
 from easydist.liveness.background import within
 from easydist.liveness.monitor import Monitor
 from easydist.transport import rounds
 from easydist.transport.backend import Addressed, Backend, set_to
-from easydist.transport.backends.waits import FOREVER, NOBODYS_TAG, TAG, GlooMessage, GlooMessages
+from easydist.transport.backends.waits import FOREVER, NOBODYS_TAG, TAG, GlooMessage, GlooMessages, Waits
 from easydist.transport.described import DTYPE_CODES, MESSAGE, OWN, Described
 from easydist.transport.reduce_op import ReduceOp, combine, combine_into
 from easydist.transport.schedules import is_doubled, is_scattered, tree
@@ -58,7 +57,7 @@ with 256 KB on 4, it takes 1.1 and 1.4."""
 
 _LARGE, _LARGE_AFAR = 1 << 18, 1 << 15
 """The bytes from which a message may be half sent when a rank dies. A kernel takes megabytes at once for a process of
-its own host, but for another host only some 50 KB until that has answered. To wait in a thread takes 50 µs longer."""
+its own host, but for another host only some 50 KB until that has answered."""
 
 
 class Pairwise(Backend):
@@ -160,7 +159,7 @@ class Gloo(Pairwise):
         monitor: The monitor, which finds out why a connection broke; None if the group has none.
         log: The last described operations.
         is_near: Returns True if a rank is known to be on this host.
-        sending: The messages to other ranks that threads wait for, and the rank of each.
+        gloo_waits: The waits for messages over the connections of the group.
     """
 
     moves_any_dtype = True
@@ -171,7 +170,7 @@ class Gloo(Pairwise):
         super().__init__(group, device, name)
         self._members: Sequence[int] = range(self.size)
         self.is_near = _nowhere
-        self.sending: dict[dist.Work, int] = {}
+        self.gloo_waits = Waits()
         self._lane = 0
         self._rounds = itertools.count()
         self.log: deque[Posted] = deque(maxlen=KEPT)
@@ -297,9 +296,7 @@ class Gloo(Pairwise):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
                     self._group.recv([nothing], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
-        # A message that gloo has lost is on no connection that could break. A copy, since other threads wait, too.
-        for work in tuple(self.sending):
-            end_wait(work)
+        self.gloo_waits.end()  # a message that gloo has lost is on no connection that could break
 
     def send(self, tensor: torch.Tensor, dst: int) -> Pending:
         return self._messages_of([(self._group.send, tensor, dst)])
@@ -339,7 +336,7 @@ class Gloo(Pairwise):
         mine = every[self.rank][: max(1, nbytes)]  # the others cannot know that it is empty, and wait for a message
         sends, recvs = self._others([mine] * self.size), self._others(every)
         tag = self._begun(sends, recvs, room=rows.shape[1])
-        # The others send about as much; all rows as large would mean a thread for each short header.
+        # The others send about as much; all rows as large would mean looks at each short header.
         return TorchWork(self._exchange(sends, recvs, tag, len(mine)), keep=[rows])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:

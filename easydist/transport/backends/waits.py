@@ -11,9 +11,11 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from easydist.base.gloo import can_end_waits, end_wait
 from easydist.liveness import keepalive
 from easydist.liveness.background import within
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.watchdog import watchdog
 
 FOREVER = timedelta(days=365)
 TAG = 0xEA51
@@ -22,7 +24,7 @@ TAG = 0xEA51
 NOBODYS_TAG = TAG + 2
 """The tag of receives that nobody answers."""
 
-LOST = "gloo has lost a message to a rank whose connection broke"
+LOST = "the wait for a message was ended, because its connection had broken"
 """The text of the error after ``end_wait``."""
 
 _LOOK_EVERY = 1.0
@@ -37,7 +39,7 @@ class Waiting(Protocol):
     """A backend over gloo, as far as a wait needs it."""
 
     monitor: Monitor | None
-    sending: dict[dist.Work, int]
+    gloo_waits: Waits
 
     @property
     def recv_alone(self) -> Callable[..., dist.Work]:
@@ -54,7 +56,7 @@ class GlooMessage(NamedTuple):
         work: gloo's handle.
         peer: The other rank.
         is_recv: True if this rank receives it.
-        is_large: True if it may be half sent when a rank dies, so that a thread has to wait for it.
+        is_large: True if it may be half sent when a rank dies.
     """
 
     work: dist.Work
@@ -66,17 +68,19 @@ class GlooMessage(NamedTuple):
 class GlooMessages:
     """The messages of an operation; waiting for them follows the rules of their backend.
 
-    If any is large, one thread waits for all of them: giving each to a thread costs 50 µs.
-
     Args:
         backend: The backend.
         messages: The messages, in the order in which to wait for them.
+
+    Attributes:
+        at: The message for which a thread waits.
+        is_large: True if any message is large.
     """
 
-    __slots__ = ("_at", "_backend", "_lookout", "_messages", "is_large")
+    __slots__ = ("_backend", "_lookout", "_messages", "at", "is_large")
 
     def __init__(self, backend: Waiting, messages: Sequence[GlooMessage]) -> None:
-        self._backend, self._messages, self._at = backend, messages, messages[0]
+        self._backend, self._messages, self.at = backend, messages, messages[0]
         self._lookout: _Lookout | None = None
         self.is_large = any(message.is_large for message in messages)
 
@@ -87,7 +91,7 @@ class GlooMessages:
             EasydistError: The backend's monitor explains why one cannot end.
             RuntimeError: gloo's error, if the backend has no monitor; its ``peer`` is the other rank.
         """
-        monitor, check = self._backend.monitor, self._look if self.is_large else None
+        monitor, check = self._backend.monitor, self.look if self.is_large and not can_end_waits() else None
         if monitor is not None:
             if timeout is None and monitor.left is not None:
                 timeout = FOREVER  # the watchdog ends the wait when the call's time is over
@@ -95,32 +99,68 @@ class GlooMessages:
         try:
             self._backend.wait_alone(functools.partial(self._wait_for_each, timeout), self._peer, check)
         except RuntimeError as error:
-            error.peer = self._at.peer  # type: ignore[attr-defined]  # for a later explanation
+            error.peer = self.at.peer  # type: ignore[attr-defined]  # for a later explanation
             raise
 
     def _wait_for_each(self, timeout: timedelta | None) -> None:
-        sending = self._backend.sending
-        for message in self._messages:
-            self._at = message
-            if not message.is_recv:
-                sending[message.work] = message.peer  # only now: the wait for one that has long arrived must not end
-            try:
+        under_way = self._backend.gloo_waits.under_way
+        under_way.add(self)
+        try:
+            for message in self._messages:
+                self.at = message  # only now: the wait for one that has long arrived must not end
                 if (message.work.wait() if timeout is None else message.work.wait(timeout)) is False:
                     raise RuntimeError(LOST)
-            finally:
-                sending.pop(message.work, None)
+        finally:
+            under_way.discard(self)
 
     def _peer(self) -> int:
-        return self._at.peer
+        return self.at.peer
 
-    def _look(self) -> None:
-        if self._lookout is None or self._lookout.message is not self._at:
-            self._lookout = _Lookout(self._backend, self._at)
+    def look(self) -> None:
+        """Look whether the message for which a thread waits can still end.
+
+        Raises:
+            EasydistError: The group's exchanges have ended.
+            RuntimeError: Its connection broke.
+        """
+        if self._lookout is None or self._lookout.message is not self.at:
+            self._lookout = _Lookout(self._backend, self.at)
         self._lookout()
 
     def is_completed(self) -> bool:
         """True if gloo knows that all have ended."""
         return all(message.work.is_completed() for message in self._messages)
+
+
+class Waits:
+    """The waits of all threads for messages over the connections of one group.
+
+    Where gloo's waits can be ended, the watchdog looks at those for large messages; elsewhere a thread waits for them,
+    and the caller looks, which takes 50 µs longer.
+
+    Attributes:
+        under_way: The operations for whose messages threads wait.
+    """
+
+    __slots__ = ("__weakref__", "under_way")
+
+    def __init__(self) -> None:
+        self.under_way = set[GlooMessages]()
+        if can_end_waits():
+            watchdog().look_regularly(self._look)
+
+    def end(self) -> None:
+        """End all waits. gloo itself ends those for messages on a connection that breaks, but for lost ones."""
+        for messages in tuple(self.under_way):  # a copy, since other threads wait, too
+            end_wait(messages.at.work)
+
+    def _look(self) -> None:
+        for messages in tuple(self.under_way):
+            if (message := messages.at).is_large:
+                try:
+                    messages.look()
+                except Exception:  # whatever it is, nobody else could end this wait
+                    end_wait(message.work)
 
 
 class _Lookout:
