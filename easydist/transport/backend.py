@@ -11,7 +11,7 @@ import torch
 from easydist import memory
 from easydist.errors import DisagreementError
 from easydist.transport.described import Described
-from easydist.transport.reduce_op import ReduceOp, combine
+from easydist.transport.reduce_op import ReduceOp, combine, combine_into
 from easydist.transport.work import Begun, Pending, TorchWork, handle
 
 Addressed = tuple[torch.Tensor, int]
@@ -134,13 +134,13 @@ class Backend(ABC):
         # As bytes: they are gathered before they are reduced, and a backend need not move every dtype.
         if self.rank != root:
             return self.gather([], tensor.view(torch.uint8), root)
-        parts = memory.empty([self.size, tensor.numel()], tensor.dtype, tensor.device).unbind()
+        parts = parts_beside(tensor, root, self.size)
         work = self.gather([part.view(torch.uint8) for part in parts], tensor.view(torch.uint8), root)
-        return handle(work).followed_by(lambda: set_to(tensor, combine(op, parts)))
+        return handle(work).followed_by(lambda: combined(tensor, op, parts))
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> Begun:
         """Law: ``output = op(inputs[rank] of rank 0, inputs[rank] of rank 1, …)``; sizes may differ."""
-        parts = [torch.empty_like(output) for _ in range(self.size)]
+        parts = parts_beside(inputs[self.rank], self.rank, self.size)
         work = self.all_to_all_v([part.view(torch.uint8) for part in parts], [i.view(torch.uint8) for i in inputs])
         return handle(work).followed_by(lambda: set_to(output, combine(op, parts)))
 
@@ -188,6 +188,18 @@ class Backend(ABC):
 
     def close(self) -> None:  # noqa: B027 - most backends own nothing
         """Release the resources that the backend itself has created."""
+
+
+def parts_beside(mine: torch.Tensor, rank: int, size: int) -> Sequence[torch.Tensor]:
+    """Return the flat data of one rank, and new memory for as much from each of the others, in rank order."""
+    others = memory.empty([size - 1, mine.numel()], mine.dtype, mine.device).unbind()
+    return [*others[:rank], mine, *others[rank:]]
+
+
+def combined(target: torch.Tensor, op: ReduceOp, parts: Sequence[torch.Tensor]) -> Sequence[Pending]:
+    """Reduce, as the last step of an operation; see ``combine_into`` and ``TorchWork.followed_by``."""
+    combine_into(target, op, parts)
+    return ()
 
 
 def set_to(target: torch.Tensor, value: torch.Tensor) -> Sequence[Pending]:

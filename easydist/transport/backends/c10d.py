@@ -25,10 +25,10 @@ from easydist.errors import DisagreementError
 from easydist.liveness.background import within
 from easydist.liveness.monitor import Monitor
 from easydist.transport import rounds
-from easydist.transport.backend import Addressed, Backend, set_to
+from easydist.transport.backend import Addressed, Backend, combined, parts_beside
 from easydist.transport.backends.waits import FOREVER, NOBODYS_TAG, TAG, GlooMessage, GlooMessages, Waits
 from easydist.transport.described import DTYPE_CODES, MESSAGE, OWN, Described
-from easydist.transport.reduce_op import ReduceOp, combine, combine_into
+from easydist.transport.reduce_op import ReduceOp, combine_into
 from easydist.transport.schedules import is_doubled, is_scattered, tree
 from easydist.transport.work import ENDED, Pending, TorchWork
 
@@ -383,21 +383,25 @@ class Gloo(Pairwise):
         return nbytes * (self.size - 1) <= _REDUCED_AT_ONCE
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
-        if self._folds(tensor, op):
-            return self._in_rounds(lambda ex: rounds.fold(ex, self.rank, self.size, tensor, op), [tensor])
-        if self.reduces_whole(tensor, op):
-            every = tensor.new_empty(self.size, tensor.numel()).unbind()
-            return self.all_gather_v(every, tensor).followed_by(lambda: set_to(tensor, combine(op, every)))
-        chunks = tensor.split(split_sizes(tensor.numel(), self.size))
-        mine = chunks[self.rank]
-        parts = tensor.new_empty(self.size, mine.numel()).unbind()
+        return self.all_reduce_from(tensor, tensor, op)
+
+    def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> TorchWork:
+        if self._folds(data, op):
+            output.copy_(data)
+            return self._in_rounds(lambda ex: rounds.fold(ex, self.rank, self.size, output, op), [output])
+        if self.reduces_whole(data, op):
+            every = parts_beside(data, self.rank, self.size)
+            return self.all_gather_v(every, data).followed_by(lambda: combined(output, op, every))
+        sizes = split_sizes(data.numel(), self.size)
+        chunks, results = data.split(sizes), output.split(sizes)
+        parts, mine = parts_beside(chunks[self.rank], self.rank, self.size), results[self.rank]
         first = self._swap(chunks, parts)
         # Not inside the step: ranks may run the second steps of several operations in any order.
         tag = self._round_tag() if self._described() is None else self.log[-1].second_round()
 
         def reduce_and_share() -> Sequence[Pending]:
             combine_into(mine, op, parts)
-            return self._exchange(self._others([mine] * self.size), self._others(chunks), tag)
+            return self._exchange(self._others([mine] * self.size), self._others(results), tag)
 
         return first.followed_by(reduce_and_share)
 

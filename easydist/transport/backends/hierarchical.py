@@ -17,10 +17,11 @@ from datetime import timedelta
 
 import torch
 
+from easydist import memory
 from easydist.base.wording import reason
 from easydist.data.arithmetic import split_sizes
 from easydist.errors import without_frames
-from easydist.transport.backend import Backend, set_to
+from easydist.transport.backend import Backend, parts_beside, set_to
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.reduce_op import RedOpType, ReduceOp, accumulator, average, check_reducible, combine
 from easydist.transport.rounds import LENGTH, end_of, put
@@ -68,19 +69,22 @@ class Hierarchical(Backend):
         return self._queue.begin(self._gather_all(outputs, data))
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Begun:
+        return self.all_reduce_from(tensor, tensor, op)
+
+    def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Begun:
         """Reduce inside each host in rank order, then over the hosts, in the order of their lowest ranks.
 
         If floats are rounded, the result may differ from that in rank order (``(a + b) + (c + d)`` on two hosts of
         two), but all ranks get the same bits in every run on hosts that hold the same ranks. Sums and products of
         floats of 16 and 8 bits stay float32 until they include all ranks.
         """
-        check_reducible(tensor.dtype, op)
-        return self._queue.begin(self._reduce(tensor, op))
+        check_reducible(data.dtype, op)
+        return self._queue.begin(self._reduce(output, data, op))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> Begun:
         # Only on the root may the tensor change.
-        total = tensor.clone()
-        work = self.all_reduce(total, op)
+        total = memory.empty([tensor.numel()], tensor.dtype)
+        work = self.all_reduce_from(total, tensor, op)
         return handle(work).followed_by(lambda: set_to(tensor, total)) if self.rank == root else work
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> Begun:
@@ -191,25 +195,26 @@ class Hierarchical(Backend):
         """Exchange among leaders: ``outputs[h]`` goes from host h to all."""
         return self._far.all_gather_v(outputs, outputs[self._host]) if self._far else ENDED
 
-    def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Iterator[Begun]:
+    def _reduce(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Iterator[Begun]:
         """Reduce inside the host; then leaders exchange their results, or chunks of them and the totals of these."""
         grows = op.type in (RedOpType.SUM, RedOpType.PRODUCT, RedOpType.AVG)
-        wide = tensor.to(accumulator(tensor.dtype, op)) if grows and tensor.dtype is not torch.uint64 else tensor
+        wide = data.to(accumulator(data.dtype, op)) if grows and data.dtype is not torch.uint64 else data
         # Hosts may differ in size, so the mean of their means is not that of all ranks.
         is_mean, op = op.type is RedOpType.AVG, ReduceOp.SUM if op.type is RedOpType.AVG else op
-        yield self._near.all_reduce(wide, op)
-        if self._far and self._far.reduces_whole(wide, op):
-            yield self._far.all_reduce(wide, op)
-            tensor.copy_(average(wide, self.size) if is_mean else wide)
+        total = output if wide is data else wide
+        yield self._near.all_reduce_from(total, wide, op)
+        if self._far and self._far.reduces_whole(total, op):
+            yield self._far.all_reduce(total, op)
+            output.copy_(average(total, self.size) if is_mean else total)
         elif self._far:
-            sizes = split_sizes(tensor.numel(), self._far.size)
-            parts = wide.new_empty(self._far.size, sizes[self._host]).unbind()
-            yield self._far.all_to_all_v(_bits(parts), _bits(wide.split(sizes)))
-            chunks = tensor.split(sizes)
-            total = combine(op, parts)
-            chunks[self._host].copy_(average(total, self.size) if is_mean else total)
-            yield self._exchange(_bits(chunks))
-        yield self._near.broadcast(tensor.view(torch.uint8), 0)
+            sizes = split_sizes(output.numel(), self._far.size)
+            chunks, results = total.split(sizes), output.split(sizes)
+            parts = parts_beside(chunks[self._host], self._host, self._far.size)
+            yield self._far.all_to_all_v(_bits(parts), _bits(chunks))
+            mine = combine(op, parts)
+            results[self._host].copy_(average(mine, self.size) if is_mean else mine)
+            yield self._exchange(_bits(results))
+        yield self._near.broadcast(output.view(torch.uint8), 0)
 
     def _gather_frames(self, rows: torch.Tensor, nbytes: int) -> Iterator[Begun]:
         """Gather frames; the frames of a host form one message between leaders."""

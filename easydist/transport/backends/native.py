@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from easydist.transport.backend import Addressed, Backend
+from easydist.transport.backend import Addressed, Backend, combined
 from easydist.transport.backends.c10d import SEND_TAG, Gloo, Pairwise
-from easydist.transport.reduce_op import RedOpType, ReduceOp, combine_into
+from easydist.transport.reduce_op import RedOpType, ReduceOp
 from easydist.transport.work import ENDED, Pending, TorchWork
 from easydist.typing import Device
 
@@ -148,12 +148,8 @@ class Native(Pairwise):
     def _gather_and_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
         """Reduce any dtype, also one that the group's library cannot add; this moves W times the bytes."""
         parts = tensor.new_empty(self.size, tensor.numel())
-
-        def reduce_here() -> Sequence[Pending]:
-            combine_into(tensor, op, parts.unbind())
-            return ()
-
-        return self.all_gather_single(_bits(parts.view(-1)), _bits(tensor)).followed_by(reduce_here)
+        gathered = self.all_gather_single(_bits(parts.view(-1)), _bits(tensor))
+        return gathered.followed_by(lambda: combined(tensor, op, parts.unbind()))
 
     def barrier(self) -> TorchWork:
         begun = self.all_reduce(torch.zeros(1, dtype=torch.int32, device=self.device), ReduceOp.SUM)
