@@ -42,6 +42,7 @@ from easydist.transport.backends.native import over
 from easydist.transport.backends.shm import Shm
 from easydist.transport.backends.solo import Solo
 from easydist.transport.comm import Collectives
+from easydist.transport.schedules import DOUBLING_FROM
 
 T = TypeVar("T")
 
@@ -62,12 +63,19 @@ _ALWAYS = nullcontext()
 class Frames:
     """The buffer that receives the headers of a call: one row per rank, reused by every call.
 
+    Args:
+        size: The number of ranks.
+        is_gloo: True if gloo connects them. A round of messages there takes longer than to copy 100 KB twice.
+
     Attributes:
         nbytes: The length of a row. Rows are shorter in larger groups, because every rank receives the rows of all.
+        most: The bytes of a row that a call may use: fewer where the ranks, once they have met, share memory.
     """
 
-    def __init__(self, size: int) -> None:
-        self.nbytes = max(1 << 12, min(1 << 15, (1 << 20) // size // 64 * 64))
+    def __init__(self, size: int, is_gloo: bool = False) -> None:
+        self.nbytes = self.most = max(1 << 12, min(1 << 15, (1 << 20) // size // 64 * 64))
+        if is_gloo and size < DOUBLING_FROM:
+            self.nbytes = max(self.nbytes, (1 << 19) // size // 64 * 64)
         self._size = size
 
     @functools.cached_property
@@ -289,6 +297,8 @@ class Communicators:
             self._data["cpu"] = self.control = self._over(near, 0)
         self.monitor.waits_in_memory = self.control.get_backend() == "shm"
         self._waits_in_cpp = isinstance(self.control.backend, Gloo | Hierarchical)
+        if isinstance(self.control.backend, Gloo):
+            self.frames.most = self.frames.nbytes
         self._is_recorded = self._is_recorded or first.conclude()
         self.monitor.is_awaited, self.has_met = False, True
         if (ids := self.hosts) is not None:  # the first rank of each group that shares memory exchanges messages
@@ -296,6 +306,8 @@ class Communicators:
 
     def _use(self, control: Collectives) -> None:
         """Use this communicator for control, and have its waits monitored."""
+        if not hasattr(self, "control"):  # a call that reconnects the ranks has written its frame
+            self.frames = Frames(self.size, isinstance(control.backend, Gloo))
         self.control = self._first = self._data[control.get_device().type] = control
         if self.size > 1 and isinstance(backend := control.backend, Gloo):
             backend.monitor, self.monitor.disconnect = self.monitor, backend.disconnect

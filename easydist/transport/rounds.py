@@ -29,10 +29,8 @@ class Exchange(Protocol):
     Between two ranks those of one operation arrive in the order in which they begin.
     """
 
-    def __call__(
-        self, sends: Sequence[Addressed], recvs: Sequence[Addressed], *, expected: int | None = None
-    ) -> Sequence[Pending]:
-        """Begin all of them at once; ``expected`` is about the length of those that have room for more."""
+    def __call__(self, sends: Sequence[Addressed], recvs: Sequence[Addressed]) -> Sequence[Pending]:
+        """Begin all of them at once."""
 
 
 Run = Callable[[Exchange], Iterator[Pending]]
@@ -89,7 +87,7 @@ def gather_frames(exchange: Exchange, rank: int, rows: torch.Tensor, nbytes: int
         held, stop = starts[-1], starts[count]
         # Room for the longest frames: gloo takes a message that is shorter than its receive.
         arriving = bundle[held : held + count * record]
-        yield from exchange([(bundle[:stop], dst)], [(arriving, src)], expected=stop)
+        yield from exchange([(bundle[:stop], dst)], [(arriving, src)])
         for _ in range(count):
             starts.append(end_of(view, 1, starts[-1]))
     for i in range(1, size):

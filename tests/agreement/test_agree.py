@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from groups import made
 
 import easydist
 from easydist import DisagreementError, RemoteError
@@ -165,9 +166,9 @@ def test_a_sub_group_disagrees_on_its_own(rank):
 
 
 @contextlib.contextmanager
-def counted():
-    """The operations of the default group's control communicator, in order."""
-    control = easydist.ProcessState().communicators().met().control
+def counted(group=None):
+    """The operations of a group's control communicator, in order."""
+    control = easydist.ProcessState().communicators(group).met().control
     names = [name for name in dir(type(control)) if name.startswith(("all_", "broad", "gather", "scatter", "barrier"))]
     operations = []
     for name in names:
@@ -211,6 +212,24 @@ def test_data_that_leaves_no_room_for_the_header_follows_it(rank, numel):
         got = easydist.gather(torch.full((numel,), rank + 1, dtype=torch.uint8))
     assert operations == ["all_gather_upto"] + ["all_gather_parts"] * (numel > 32_688)
     assert torch.equal(got, torch.tensor([1, 2], dtype=torch.uint8).repeat_interleave(numel))
+
+
+@distributed(world_size=[2, 4])
+def test_more_data_goes_with_the_header_between_a_few_ranks_that_share_no_memory(rank, world_size):
+    room = (1 << 19) // world_size - 80
+    with made("gloo") as group:
+        for numel in (room // 4, room // 4 + 16):
+            mine, total = torch.full((numel,), rank + 1.0), sum(range(world_size + 1))
+            with counted(group) as operations:
+                got = easydist.gather(mine, group=group)
+                assert torch.equal(easydist.reduce(mine, "sum", group=group), torch.full_like(mine, total))
+                assert torch.equal(easydist.broadcast(mine, 1, group=group), torch.full_like(mine, 2))
+            assert torch.equal(got, torch.arange(1.0, world_size + 1).repeat_interleave(numel))
+            assert operations.count("all_gather_upto") == 3
+            assert len(operations) == 3 + (numel > room // 4) * 3
+        with counted(group) as operations:
+            assert easydist.gather_object("x" * (room // 2) + str(rank), group=group)[1][-1] == "1"
+        assert operations == ["all_gather_upto"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

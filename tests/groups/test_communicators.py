@@ -28,6 +28,10 @@ def test_rows_of_frames_are_aligned_and_bounded(size):
     assert nbytes % 64 == 0  # so that every row starts as aligned as the first
     assert 1 << 12 <= nbytes <= 1 << 15
     assert nbytes * size <= 1 << 20 or nbytes == 1 << 12
+    over_gloo = Frames(size, is_gloo=True)
+    assert over_gloo.most == nbytes <= over_gloo.nbytes  # until the ranks have met
+    assert over_gloo.nbytes % 64 == 0
+    assert over_gloo.nbytes == nbytes or over_gloo.nbytes * size <= 1 << 19
 
 
 @pytest.mark.parametrize("limit", [timedelta(seconds=20.5), timedelta(days=1, minutes=1)], ids=str)

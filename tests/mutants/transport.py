@@ -132,11 +132,11 @@ MUTANTS = [
     Mutant(
         "transport/backends/c10d.py",
         "Gloo._exchange",
-        """        posted = [self._post(self._group.recv, tensor, self._members[peer], tag, expected) for tensor, peer in recvs]
+        """        posted = [self._post(self._group.recv, tensor, self._members[peer], tag) for tensor, peer in recvs]
         posted += [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
-""",  # noqa: E501
+""",
         """        posted = [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
-        posted += [self._post(self._group.recv, tensor, self._members[peer], tag, expected) for tensor, peer in recvs]
+        posted += [self._post(self._group.recv, tensor, self._members[peer], tag) for tensor, peer in recvs]
 """,
         "tests/transport/test_broken_connections.py",
     ),
@@ -157,8 +157,8 @@ MUTANTS = [
     Mutant(
         "transport/backends/c10d.py",
         "Gloo._is_large",
-        "(nbytes >= _LARGE or not self.is_near(peer))",
-        "nbytes >= _LARGE",
+        "(nbytes > _LARGE or not self.is_near(peer))",
+        "nbytes > _LARGE",
         "tests/transport/test_broken_connections.py::test_a_message_to_another_host_may_be_half_sent_sooner",
     ),
     # Statuses used to tell of messages only once they were posted.

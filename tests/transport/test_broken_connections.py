@@ -49,7 +49,7 @@ def test_who_finds_a_connection_broken_sends_nothing_to_the_others_either(rank):
     dist.barrier()
 
 
-SIZES = 1 << 14, 1 << 15, 1 << 18
+SIZES = 1 << 15, 1 << 16, 1 << 19
 
 
 @pytest.mark.parametrize("hosts", ["00", "01"])

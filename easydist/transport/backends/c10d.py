@@ -56,7 +56,7 @@ With 128 KB, one round takes 0.8 of the processors' time of two on 2 ranks, 0.9 
 with 256 KB on 4, it takes 1.1 and 1.4."""
 
 _LARGE, _LARGE_AFAR = 1 << 18, 1 << 15
-"""The bytes from which a message may be half sent when a rank dies. A kernel takes megabytes at once for a process of
+"""The bytes above which a message may be half sent when a rank dies. A kernel takes megabytes at once for a process of
 its own host, but for another host only some 50 KB until that has answered."""
 
 
@@ -200,12 +200,11 @@ class Gloo(Pairwise):
         sends: Sequence[Addressed],
         recvs: Sequence[Addressed],
         tag: int | Posted | None = None,
-        expected: int | None = None,
     ) -> Sequence[Pending]:
         tag = self._begun(sends, recvs) if tag is None else tag
         # Receive first: if a connection has broken, gloo refuses that before this rank has sent anything. So no rank
         # gets all headers of a call that another one has given up, even if no store can tell it.
-        posted = [self._post(self._group.recv, tensor, self._members[peer], tag, expected) for tensor, peer in recvs]
+        posted = [self._post(self._group.recv, tensor, self._members[peer], tag) for tensor, peer in recvs]
         posted += [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
         return [GlooMessages(self, posted)] if posted else []
 
@@ -247,16 +246,12 @@ class Gloo(Pairwise):
         tensor: torch.Tensor,
         peer: int,
         tag: int | Posted,
-        expected: int | None = None,
     ) -> GlooMessage:
-        """Begin a message; ``expected`` is its length if the tensor has room for more."""
         nbytes = tensor.nbytes
         if isinstance(tag, Posted):
             tag = tag.tag(self._lane, nbytes)
         try:
-            # A row with so much room may get a long message, however short this rank's own one is.
-            is_large = self._is_large(expected if expected is not None and nbytes < _LARGE else nbytes, peer)
-            return GlooMessage(fn([tensor], peer, tag), peer, fn.__name__ == "recv", is_large)
+            return GlooMessage(fn([tensor], peer, tag), peer, fn.__name__ == "recv", self._is_large(nbytes, peer))
         except RuntimeError as error:  # the connection had broken before
             if self.monitor is None:
                 error.peer = peer  # type: ignore[attr-defined]  # as in ``GlooMessages.wait``
@@ -264,7 +259,7 @@ class Gloo(Pairwise):
             raise self.monitor.explain(error, peer) from error
 
     def _is_large(self, nbytes: int, peer: int) -> bool:
-        return nbytes >= _LARGE_AFAR and (nbytes >= _LARGE or not self.is_near(peer))
+        return nbytes > _LARGE_AFAR and (nbytes > _LARGE or not self.is_near(peer))
 
     def wait_alone(self, wait: Callable[[], object], peer: Callable[[], int], check: Callable[[], None] | None) -> None:
         """Wait for messages without a monitor.
@@ -336,8 +331,7 @@ class Gloo(Pairwise):
         mine = every[self.rank][: max(1, nbytes)]  # the others cannot know that it is empty, and wait for a message
         sends, recvs = self._others([mine] * self.size), self._others(every)
         tag = self._begun(sends, recvs, room=rows.shape[1])
-        # The others send about as much; all rows as large would mean looks at each short header.
-        return TorchWork(self._exchange(sends, recvs, tag, len(mine)), keep=[rows])
+        return TorchWork(self._exchange(sends, recvs, tag), keep=[rows])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
         return self._spread(tensor, [*range(root, self.size), *range(root)])
