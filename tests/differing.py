@@ -124,7 +124,7 @@ def _changed(draw, name, arguments, size):
         other = _operation(draw, size)
         return [other] if other[0] not in (name, "ring") else []
     different = {
-        "numel": arguments["numel"] + draw.choice([1, 7, 9000]),
+        "numel": arguments["numel"] + draw.choice([1, 7, 9000, 90_000]),
         "dtype": draw.choice([dtype for dtype in DTYPES if dtype is not arguments["dtype"]]),
         "root": (arguments.get("root", 0) + 1) % size,
         "op": draw.choice([op for op in OPS if op != arguments.get("op")]),

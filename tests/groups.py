@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import easydist
 from easydist import ProcessState, memory
+from easydist.groups import communicators
 from easydist.transport import schedules
 
 BACKENDS = pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -24,6 +25,15 @@ def made(way, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASYDIST_SHM", str(int(way == "shm")))
         yield dist.new_group(**options)
+
+
+@contextlib.contextmanager
+def short_rows(way="shm", **options):
+    """Create a group as ``made`` does, in which less data travels with the header."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicators, "_CUT_ROWS", 0)
+        with made(way, **options) as group:
+            yield group
 
 
 @contextlib.contextmanager

@@ -187,13 +187,13 @@ def exchange(comms: Communicators, header: CallHeader, sizes: bytes, call: Call)
     """Send this rank's frame, and return the headers of all ranks."""
     frames = comms.frames
     # 8 bytes for an odd number of sizes: the payload begins at a multiple of 16.
-    at, room = comms.rank * frames.nbytes, frames.most - _NUMBERS.size - 8
+    at, room = comms.rank * frames.nbytes, frames.nbytes - _NUMBERS.size - 8
     numbers = struct.pack(f"<{len(call.numbers)}q", *call.numbers) if call.numbers else b""
     # Sizes without room travel in an exchange of their own, if they differ.
     sizes = numbers + sizes if len(numbers) + len(sizes) <= room else numbers
     count = len(sizes) // 8
     # Each rank decides for itself; a payload counts only if all ranks have sent theirs (``has_payload``).
-    payload = call.nbytes if (call.payload or call.text) and call.nbytes <= frames.most - _start(count) else 0
+    payload = call.nbytes if (call.payload or call.text) and call.nbytes <= frames.nbytes - _start(count) else 0
     _NUMBERS.pack_into(frames.view, at, *header[:6], count, payload)
     if count:
         frames.view[at + _NUMBERS.size : at + _NUMBERS.size + len(sizes)] = sizes
@@ -220,7 +220,7 @@ def _pack(call: Call, frames: Frames, rank: int, start: int) -> None:
 
 def room(comms: Communicators) -> int:
     """Return the most bytes that a fault may have, or the payload of a call that sends no numbers and no sizes."""
-    return comms.frames.most - _NUMBERS.size
+    return comms.frames.nbytes - _NUMBERS.size
 
 
 def exchange_fault(comms: Communicators, text: bytes) -> Headers:

@@ -42,12 +42,18 @@ from easydist.transport.backends.native import over
 from easydist.transport.backends.shm import Shm
 from easydist.transport.backends.solo import Solo
 from easydist.transport.comm import Collectives
-from easydist.transport.schedules import DOUBLING_FROM
 
 T = TypeVar("T")
 
 _SLOT = 1 << 16
 """The bytes that a rank can publish at once: headers and small payloads."""
+
+_ROW, _ROWS, _SHORTEST_ROW = 1 << 15, 1 << 20, 1 << 12
+"""The most bytes of a row of ``Frames``, those of all rows together, and the least of a row, which counts first."""
+
+_CUT_ROWS = 1 << 19
+"""The bytes of all rows that a few ranks have even if these rows are longer: an exchange of data after that of headers
+costs more than the copies of so much data into frames and out of them."""
 
 _LARGE = 1 << 19
 _LARGE_SLOTS = (2 << 20, 1 << 19, 1 << 17)
@@ -65,18 +71,15 @@ class Frames:
 
     Args:
         size: The number of ranks.
-        is_gloo: True if gloo connects them. A round of messages there takes longer than to copy 100 KB twice.
+        are_cut: True if only the used part of a row travels.
 
     Attributes:
         nbytes: The length of a row. Rows are shorter in larger groups, because every rank receives the rows of all.
-        most: The bytes of a row that a call may use: fewer where the ranks, once they have met, share memory.
     """
 
-    def __init__(self, size: int, is_gloo: bool = False) -> None:
-        self.nbytes = self.most = max(1 << 12, min(1 << 15, (1 << 20) // size // 64 * 64))
-        if is_gloo and size < DOUBLING_FROM:
-            self.nbytes = max(self.nbytes, (1 << 19) // size // 64 * 64)
-        self._size = size
+    def __init__(self, size: int, are_cut: bool = True) -> None:
+        nbytes = max(min(_ROW, _ROWS // size), _CUT_ROWS // size if are_cut else 0)
+        self.nbytes, self._size = max(_SHORTEST_ROW, nbytes // 64 * 64), size
 
     @functools.cached_property
     @memory.kept
@@ -297,8 +300,6 @@ class Communicators:
             self._data["cpu"] = self.control = self._over(near, 0)
         self.monitor.waits_in_memory = self.control.get_backend() == "shm"
         self._waits_in_cpp = isinstance(self.control.backend, Gloo | Hierarchical)
-        if isinstance(self.control.backend, Gloo):
-            self.frames.most = self.frames.nbytes
         self._is_recorded = self._is_recorded or first.conclude()
         self.monitor.is_awaited, self.has_met = False, True
         if (ids := self.hosts) is not None:  # the first rank of each group that shares memory exchanges messages
@@ -307,7 +308,7 @@ class Communicators:
     def _use(self, control: Collectives) -> None:
         """Use this communicator for control, and have its waits monitored."""
         if not hasattr(self, "control"):  # a call that reconnects the ranks has written its frame
-            self.frames = Frames(self.size, isinstance(control.backend, Gloo))
+            self.frames = Frames(self.size, type(control.backend).all_gather_upto is not Backend.all_gather_upto)
         self.control = self._first = self._data[control.get_device().type] = control
         if self.size > 1 and isinstance(backend := control.backend, Gloo):
             backend.monitor, self.monitor.disconnect = self.monitor, backend.disconnect

@@ -287,8 +287,8 @@ def compute(metrics: Any, *, group: Group = None, timeout: Timeout | None = None
         DisagreementError: The ranks' metrics differ in place or kind.
         RemoteError: Another rank's metrics could not travel.
 
-    Cost: one header exchange, however many metrics there are; and one more exchange if a rank's values take more than
-    32 KiB (less in groups of more than 32 ranks).
+    Cost: one header exchange, however many metrics there are; and one more exchange if a rank's values do not fit into
+    its header (512 KiB / W in small groups).
 
     Source: torchmetrics' ``compute``, which gathers once per state.
     """

@@ -59,8 +59,8 @@ def sync_and_compute(
         DisagreementError: The ranks' metrics differ in kind or in states.
         RemoteError: Another rank's states could not travel.
 
-    Cost: one header exchange, which also carries small states (32 KiB in small groups); one more exchange for larger
-    ones, whatever the number of states. States on an accelerator travel through the CPU.
+    Cost: one header exchange, which also carries small states (512 KiB / W in small groups); one more exchange for
+    larger ones, whatever the number of states. States on an accelerator travel through the CPU.
 
     Source: ``torcheval.metrics.toolkit.sync_and_compute``, which exchanges each tensor of each state by itself.
     """

@@ -45,8 +45,8 @@ def sync_dist(metric: Any, *, group: Group = None, check: bool | None = None, ti
         DisagreementError: The ranks' metrics differ in kind or in states.
         RemoteError: Another rank's states could not travel.
 
-    Cost: one header exchange, which also carries small states (32 KiB in small groups); one more exchange for larger
-    ones, whatever the number of metrics and states. States on an accelerator travel through the CPU.
+    Cost: one header exchange, which also carries small states (512 KiB / W in small groups); one more exchange for
+    larger ones, whatever the number of metrics and states. States on an accelerator travel through the CPU.
 
     Source: ``torchmetrics.Metric.sync``, which needs a barrier and one or two exchanges for each state.
     """

@@ -104,8 +104,8 @@ class Objects(Members):
             RemoteError: Something in the tree cannot travel, or a rank cannot receive it.
             ValueError: ``src`` is not a rank of the group, or the two groups have different sizes.
 
-        Cost: one header exchange, which also carries a small tree on the CPU (32 KiB in small groups). A larger one
-        needs one more, and one broadcast for each tensor of 256 KiB or more and one for all others.
+        Cost: one header exchange, which also carries a small tree on the CPU (512 KiB / W in small groups). A larger
+        one needs one more, and one broadcast for each tensor of 256 KiB or more and one for all others.
         """
         if group is None and metadata_group is None:
             return self._broadcast(tensor_dict, src, None)

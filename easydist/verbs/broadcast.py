@@ -101,9 +101,9 @@ def broadcast(
             another rank's is not.
         TypeError: The call is ``differentiable``, but no leaf has a floating-point or complex dtype.
 
-    Cost: one header exchange, which carries a small tree (32 KiB in small groups), and for a larger tree a broadcast of
-    its bytes. If some ranks pass None, two more header exchanges, of which the first carries the structure (one more
-    broadcast if it is larger than 32 KiB), and a broadcast of the tree's bytes even if it is small. If leaves are one
+    Cost: one header exchange, which carries a small tree (512 KiB / W in small groups), and for a larger tree a
+    broadcast of its bytes. If some ranks pass None, two more header exchanges, of which the first carries the structure
+    (one more broadcast if it is larger), and a broadcast of the tree's bytes even if it is small. If leaves are one
     tensor on some ranks and several in the same memory on others, two small exchanges more.
 
     Source: accelerate's ``broadcast``.
@@ -153,8 +153,8 @@ def copy_tensor_to_devices(
     Raises:
         ValueError: No rank or more than one rank has a tree.
 
-    Cost: three header exchanges, of which the second carries the structure (one more broadcast if it is larger than
-    32 KiB), and one broadcast of the tree's bytes.
+    Cost: three header exchanges, of which the second carries the structure (one more broadcast if it is larger
+    than 512 KiB / W), and one broadcast of the tree's bytes.
 
     Source: accelerate's ``copy_tensor_to_devices``.
     """

@@ -236,7 +236,7 @@ def small_payload(comms: Communicators, leaves: Leaves) -> Sequence[torch.Tensor
     Leaves without bytes may be tied: the ranks count bytes to find out whether all data has come with the headers.
     """
     nbytes = leaves.layout.packing.nbytes
-    if comms.size == 1 or (leaves.ties is not None and nbytes) or nbytes > comms.frames.most:
+    if comms.size == 1 or (leaves.ties is not None and nbytes) or nbytes > comms.frames.nbytes:
         return ()
     return leaves.tensors if leaves.is_cpu else ()
 

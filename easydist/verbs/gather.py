@@ -164,9 +164,9 @@ def gather(
         TypeError: A leaf is not a dense tensor (sparse, DTensor, NumPy strings, …); or the call is ``differentiable``,
             but no leaf has a floating-point or complex dtype.
 
-    Cost: one header exchange, which carries a small tree (32 KiB in small groups); for larger trees one exchange of W ×
-    the tree's bytes. If sizes differ, the header carries those of some thousand leaves; more leaves need one more
-    exchange, of 8 bytes per leaf.
+    Cost: one header exchange, which carries a small tree (512 KiB / W in small groups); for larger trees one exchange
+    of W × the tree's bytes. If sizes differ, the header carries those of some thousand leaves; more leaves need one
+    more exchange, of 8 bytes per leaf.
 
     Source: accelerate's ``gather``.
     """

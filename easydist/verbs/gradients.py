@@ -69,8 +69,8 @@ class Gradient:
         if not torch.is_grad_enabled():
             call.arguments["no_grad"] = True
         words = -(-len(leaves.values) // 64) if any(map(has_gradient, leaves.layout.dtypes)) else 0
-        if 8 * words > comms.frames.most // 2:
-            count = f"{4 * comms.frames.most} leaves, got {len(leaves.values)}"
+        if 8 * words > comms.frames.nbytes // 2:
+            count = f"{4 * comms.frames.nbytes} leaves, got {len(leaves.values)}"
             raise ValueError(f"differentiable=True takes at most {count}; stack some of them")
         call.numbers = words, *struct.unpack(f"<{words}q", _marks(leaves).to_bytes(8 * words, "little"))
         return call

@@ -106,7 +106,7 @@ def gather_object(
         UnsafeObjectError: ``weights_only`` is False and pickle is denied, or a value is not allow-listed.
         DisagreementError: Some ranks passed a list and some did not.
 
-    Cost: one header exchange, which carries small objects (32 KiB in small groups); for larger ones an exchange in
+    Cost: one header exchange, which carries small objects (512 KiB / W in small groups); for larger ones an exchange in
     which every rank sends only its own bytes, to all ranks or to ``dst`` alone. Tensors and arrays are copied once,
     into the message; received ones share the memory of their message.
 
@@ -192,8 +192,8 @@ def broadcast_object_list(
         UnsafeObjectError: As in ``gather_object``.
         ValueError: ``from_process`` is not a rank of the group, or is ambiguous.
 
-    Cost: one header exchange, which carries small objects (32 KiB in small groups); for larger ones a broadcast of the
-    pickled bytes.
+    Cost: one header exchange, which carries small objects (512 KiB / W in small groups); for larger ones a broadcast of
+    the pickled bytes.
 
     Source: accelerate's ``broadcast_object_list``.
     """

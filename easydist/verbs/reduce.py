@@ -145,10 +145,10 @@ def reduce(
         DisagreementError: Paths, dtypes, shapes, ``reduction`` or ``scale`` differ between ranks.
         RemoteError: Another rank's tree could not be reduced.
 
-    Cost: one header exchange, which carries a small tree (32 KiB in small groups); for a larger one an all-reduce per
-    accumulation dtype, and in shared memory one more for all leaves of 256 KiB and more; of those that are
-    accumulated in another dtype, one for each 256 Ki elements. No all-reduce for ``"none"``.
-    With ``dst``, each other rank sends a larger tree once, to ``dst``.
+    Cost: one header exchange, which carries a small tree (512 KiB / W in small groups); for a larger one an all-reduce
+    per accumulation dtype, and in shared memory one more for all leaves of 256 KiB and more; of those that are
+    accumulated in another dtype, one for each 256 Ki elements. No all-reduce for ``"none"``. With ``dst``, each other
+    rank sends a larger tree once, to ``dst``.
 
     Source: accelerate's ``reduce``.
     """

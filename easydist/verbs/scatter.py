@@ -103,7 +103,8 @@ def scatter(
         TypeError: The call is ``differentiable``, but no leaf has a floating-point or complex dtype.
 
     Cost: two header exchanges, of which the first carries the structure (one more broadcast if it is larger than
-    32 KiB), and one scatter of the tree's bytes; large leaves are scattered one by one, without a copy if ``dim`` is 0.
+    512 KiB / W), and one scatter of the tree's bytes; large leaves are scattered one by one, without a copy if ``dim``
+    is 0.
     """
     source = named_rank(group, "scatter", "from_process", from_process, group_src)
     gradient = Gradient(timeout, check) if differentiable else None

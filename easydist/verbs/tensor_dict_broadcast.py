@@ -71,7 +71,7 @@ class BroadcastTensorDict(Verb[Tree]):
             raise ValueError(f"broadcast_tensor_dict: rank {src} is the source, but its tensor_dict is None")
         self._outgoing = outgoing = Outgoing(self._tensor_dict, self._objects, self._weights_only)
         if comms.size > 1:
-            self._message = outgoing.announcement(comms.frames.most - _FRAME_HEAD, bytes(1))
+            self._message = outgoing.announcement(comms.frames.nbytes - _FRAME_HEAD, bytes(1))
             self._buffers = outgoing.buffers(self._data or comms)
             self._message[0] = bool(self._buffers or outgoing.needs_answer)
         return Call(arguments, nbytes=self._message.numel(), payload=[self._message])

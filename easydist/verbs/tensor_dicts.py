@@ -196,10 +196,10 @@ def broadcast_tensor_dict(
         TypeError: In a single process, the tree holds other values; the text names the path.
         ValueError: ``src`` is not a rank of the group, or is ambiguous.
 
-    Cost: one header exchange, which carries a small tree on the CPU (32 KiB in small groups). A larger tree needs one
-    more header exchange, and one broadcast for each tensor of 256 KiB or more and one for all others. Large tensors are
-    copied only if they are not contiguous. With ``into`` on any rank, or with objects, a small tree needs the second
-    header exchange, too.
+    Cost: one header exchange, which carries a small tree on the CPU (512 KiB / W in small groups). A larger tree needs
+    one more header exchange, and one broadcast for each tensor of 256 KiB or more and one for all others. Large tensors
+    are copied only if they are not contiguous. With ``into`` on any rank, or with objects, a small tree needs the
+    second header exchange, too.
 
     Source: vLLM's ``GroupCoordinator.broadcast_tensor_dict``.
     """

@@ -102,7 +102,7 @@ def broadcast_state_dict(
         WireError: With ``verify``: the received bytes differ from the sent ones. The text names the entries; the
             targets are overwritten.
 
-    Cost: two header exchanges, and a broadcast of the header if it has more than 32 KiB; then one broadcast for each
+    Cost: two header exchanges, and a broadcast of the header if it is larger than a frame; then one broadcast for each
     block of 256 KiB to a quarter of ``bucket_bytes``, straight from its memory, and one for as much of all smaller
     tensors. Several are in transit at once. Blocks go only to the ranks that want them, except over NCCL; if these are
     not the same for all blocks, that takes an all-gather of the blocks' places, more messages for small tensors, and a

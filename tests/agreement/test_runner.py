@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from groups import BACKENDS, check_works, made, of_all
+from groups import BACKENDS, check_works, made, of_all, short_rows
 from launching import sampled, within
 
 import easydist
@@ -39,7 +39,7 @@ def scatter_objects(group):
 
 def counted(group):
     counts = Counts()
-    counts.update(range(20_000))
+    counts.update(range(80_000))
     return compute(counts, group=group, timeout=30)
 
 
@@ -188,7 +188,7 @@ def test_a_rank_that_fails_when_all_data_has_moved_raises_alone(rank, operation)
 @BACKENDS
 @distributed(world_size=3)
 def test_a_rank_without_memory_for_the_sizes_fails_the_padding_of_all(rank, backend):
-    with made(backend) as group, pytest.MonkeyPatch.context() as patch:
+    with short_rows(backend) as group, pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(padding, "sizes_along", no_memory)
         with pytest.raises(MemoryError if rank == 1 else RemoteError, match="no memory in the middle"):

@@ -70,11 +70,11 @@ def test_tuples_of_text_are_columns(rank, world_size):
 
 @distributed(world_size=2)
 def test_one_exchange_carries_all_columns(rank):
-    small, large = batch(rank, 3), batch(rank, 3000)
+    small, large = batch(rank, 3), batch(rank, 5000)
     assert exchanges(lambda: gather_for_metrics(small, total=6)) == ["header"]
     assert exchanges(lambda: gather_for_metrics(small, indices=range(3))) == ["header"]
-    assert exchanges(lambda: gather_for_metrics(large, total=6000)) == ["header", "all_gather"]
-    assert exchanges(lambda: gather_for_metrics(large, total=6000, dst=0)) == ["header", "gather"]
+    assert exchanges(lambda: gather_for_metrics(large, total=10_000)) == ["header", "all_gather"]
+    assert exchanges(lambda: gather_for_metrics(large, total=10_000, dst=0)) == ["header", "gather"]
 
 
 @distributed(world_size=(2, 3))

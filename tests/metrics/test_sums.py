@@ -192,7 +192,7 @@ def test_ten_metrics_cost_one_header(rank):
             metric.update(range(20))
     assert exchanges(lambda: compute(metrics)) == ["header"]
     large = Counts()
-    large.update(range(20_000))
+    large.update(range(80_000))
     assert exchanges(lambda: compute([metrics, large])) == ["header", "all_gather"]
 
 

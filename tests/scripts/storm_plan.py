@@ -17,7 +17,7 @@ STEPS = 24
 STRUCK = 14
 """The first steps, in which faults begin, so that the last ones show that the ranks are in step again."""
 
-SIZES = [0, 1, 3, 1000, 40_000]
+SIZES = [0, 1, 3, 1000, 30_000, 80_000]
 """Numbers of elements: nothing, one step of shared memory, several slots."""
 
 _VERBS = ["verb"] * 6 + ["pair"]

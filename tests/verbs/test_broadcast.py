@@ -85,11 +85,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("numel", [10_000, 1_000_000], ids=["small", "large"])
+@pytest.mark.parametrize("numel", [25_000, 1_000_000], ids=["small", "large"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @distributed(world_size=(2, 3))
 def test_large_targets_are_written_through_their_strides_and_nothing_beside_them(rank, layout, numel):
-    """Beside the header, each alone: contiguous targets of this size are written as they arrive."""
+    """Large ones, and on 3 ranks the others, too, arrive after the header, contiguous targets as they are."""
     values = torch.arange(numel).view(-1, 1000)
     base, want = torch.full_like(values, -1), torch.full_like(values, -1)
     source = LAYOUTS[layout](values.clone())
@@ -100,7 +100,7 @@ def test_large_targets_are_written_through_their_strides_and_nothing_beside_them
     assert rank == 1 or torch.equal(base, want)
 
 
-@pytest.mark.parametrize("numel", [3, 10_000, 100_000])
+@pytest.mark.parametrize("numel", [3, 50_000, 100_000])
 @distributed(world_size=(2, 3))
 def test_what_the_source_ties_may_be_apart_elsewhere(rank, numel):
     x = torch.full((numel,), float(rank))
@@ -198,12 +198,12 @@ def test_a_missing_source_is_an_error_for_all(rank):
 
 
 def overlapping(kind):
-    base = torch.zeros(40_000)
+    base = torch.zeros(400_000)
     array = np.zeros(20)
     return {
-        "strides": base.as_strided((20_000, 2), (1, 1)),
+        "strides": base.as_strided((200_000, 2), (1, 1)),
         "NumPy strides": np.lib.stride_tricks.sliding_window_view(array, 3, writeable=True),
-        "parts": {"a": base[:30_000], "b": base[10_000:]},
+        "parts": {"a": base[:300_000], "b": base[100_000:]},
         "small parts": {"a": base[:3], "b": base[2:5]},
     }[kind]
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from counting import exchanges
+from groups import short_rows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -78,26 +79,31 @@ def test_many_small_leaves_cost_what_one_costs(verb):
 def test_structures_with_no_room_in_the_header_are_broadcast_as_well(rank):
     tree = {f"{i:06}": torch.ones(2) for i in range(5000)}
     data = ["header", "broadcast", "header", "broadcast"]
-    assert exchanges(lambda: easydist.broadcast(only_on(0, tree))) == HEADER + data
-    assert exchanges(lambda: easydist.copy_tensor_to_devices(only_on(0, tree))) == HEADER + data
-    assert exchanges(lambda: easydist.scatter(only_on(0, tree))) == [*HEADER, "broadcast", "header", "scatter"]
+    with short_rows() as group:
+        easydist.wait_for_everyone(group=group)
+        mine = only_on(0, tree)
+        assert exchanges(lambda: easydist.broadcast(mine, group=group)) == HEADER + data
+        assert exchanges(lambda: easydist.copy_tensor_to_devices(mine, group=group)) == HEADER + data
+        assert exchanges(lambda: easydist.scatter(mine, group=group)) == [*HEADER, "broadcast", "header", "scatter"]
 
 
 @pytest.mark.slow
 @distributed(world_size=2)
 def test_sizes_that_differ_travel_with_the_header_where_they_have_room(rank):
     some, many = ({str(i): torch.ones(1 + rank + i % 2) for i in range(n)} for n in (100, 5000))
-    assert exchanges(lambda: easydist.pad_across_processes(some)) == HEADER
-    assert exchanges(lambda: easydist.pad_across_processes(many)) == [*HEADER, "all_gather"]
-    assert exchanges(lambda: easydist.gather(some)) == HEADER
-    assert exchanges(lambda: easydist.gather(many)) == [*HEADER, "all_gather", "all_gather"]
-    assert exchanges(lambda: easydist.all_to_all(some)) == [*HEADER, "all_to_all"]
-    assert exchanges(lambda: easydist.all_to_all(many)) == [*HEADER, "all_gather", "all_to_all"]
+    with short_rows() as group:
+        easydist.wait_for_everyone(group=group)
+        assert exchanges(lambda: easydist.pad_across_processes(some, group=group)) == HEADER
+        assert exchanges(lambda: easydist.pad_across_processes(many, group=group)) == [*HEADER, "all_gather"]
+        assert exchanges(lambda: easydist.gather(some, group=group)) == HEADER
+        assert exchanges(lambda: easydist.gather(many, group=group)) == [*HEADER, "all_gather", "all_gather"]
+        assert exchanges(lambda: easydist.all_to_all(some, group=group)) == [*HEADER, "all_to_all"]
+        assert exchanges(lambda: easydist.all_to_all(many, group=group)) == [*HEADER, "all_gather", "all_to_all"]
 
 
 @distributed(world_size=2)
 def test_reduce_takes_each_dtype_alone_and_large_leaves_together(rank):
-    small = {"float": torch.ones(5000), "double": torch.ones(5000).double(), "half": torch.ones(5000).half()}
+    small = {"float": torch.ones(20_000), "double": torch.ones(20_000).double(), "half": torch.ones(20_000).half()}
     assert exchanges(lambda: easydist.reduce(small, "sum")) == HEADER + 2 * ["all_reduce"]
     large = {"a": torch.ones(70_000), "b": torch.ones(70_000), "c": torch.ones(5000), "d": torch.ones(5000)}
     assert exchanges(lambda: easydist.reduce(large)) == HEADER + 2 * ["all_reduce"]
@@ -118,15 +124,14 @@ def test_a_leaf_of_256_kib_is_large(rank, numel, messages):
 
 
 @pytest.mark.parametrize("verb", ["gather", "gather to one", "broadcast", "all_to_all"])
-@distributed(world_size=2)
+@distributed(world_size=4)
 def test_a_single_leaf_is_not_packed_even_if_it_is_small(verb, rank):
     asked, empty = [], memory.empty
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "empty", lambda *args: asked.append(args[0]) or empty(*args))
-        VERBS[verb][0]({"x": torch.ones(15_000)})
-    assert sum(map(math.prod, asked)) == {"gather": 30_000, "gather to one": 30_000 * rank, "all_to_all": 15_000}.get(
-        verb, 0
-    )
+        VERBS[verb][0]({"x": torch.ones(40_000)})
+    gathered = {"gather": 160_000, "gather to one": 160_000 * (rank == 1), "all_to_all": 40_000}
+    assert sum(map(math.prod, asked)) == gathered.get(verb, 0)
 
 
 @pytest.mark.parametrize("numel", [1, 300_000])
@@ -142,7 +147,7 @@ def test_scatter_object_list(rank, world_size, numel):
     [
         ({"x": torch.empty(0, 3), "y": 1}, 0),
         ({"x": torch.ones(2), "y": 1}, 0),
-        ({"x": torch.ones(9_000), "y": torch.ones(9_000)}, 1),
+        ({"x": torch.ones(40_000), "y": torch.ones(40_000)}, 1),
         ({"x": torch.ones(70_000), "y": torch.ones(70_000), "z": torch.ones(2)}, 3),
     ],
     ids=["empty", "small", "packed", "large"],

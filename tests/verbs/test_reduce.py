@@ -90,8 +90,8 @@ def test_none_is_the_identity(rank):
     assert got["x"].data_ptr() != x.data_ptr()
 
 
-@pytest.mark.parametrize("numel", [3, 10_000, 100_000])
-@distributed(world_size=(1, 2))
+@pytest.mark.parametrize("numel", [3, 50_000, 100_000])
+@distributed(world_size=(1, 2, 3))
 def test_the_input_stays_and_the_result_is_new(rank, world_size, numel):
     x = torch.ones(numel, requires_grad=True)
     got = easydist.reduce(x, "sum")
@@ -306,7 +306,7 @@ def test_large_leaves_of_any_strides(rank, world_size, rows):
         assert torch.equal(got[name], sum(tree(r)[name] for r in range(world_size)))
 
 
-@pytest.mark.parametrize("more", [0, 20_000])
+@pytest.mark.parametrize("more", [0, 80_000])
 @distributed(world_size=(1, 2, 3))
 def test_python_ints_are_exact_or_an_error_on_all_ranks(rank, world_size, more):
     """With ``more`` data they do not travel with the header."""
