@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import runpy
@@ -10,6 +11,7 @@ import secrets
 import signal
 import sys
 import threading
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO, TypeAlias
 
@@ -103,7 +105,7 @@ def main(sink: str, folder: str, is_module: bool, name: str, arguments: Sequence
             if is_module:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(name, run_name="__main__")
+                _run_file(name)
         except SystemExit as end:
             if isinstance(end.code, int) or end.code is None:
                 if not end.code:
@@ -111,6 +113,19 @@ def main(sink: str, folder: str, is_module: bool, name: str, arguments: Sequence
                 raise
             print(end.code, file=sys.stderr)
             raise SystemExit(1) from None
+
+
+def _run_file(name: str) -> None:
+    """Run a file as Python itself does: tracebacks show its name, and processes that it spawns find its whole path."""
+    main, before = types.ModuleType("__main__"), sys.modules["__main__"]
+    main.__file__ = os.path.abspath(name)
+    with io.open_code(main.__file__) as file:
+        code = compile(file.read(), name, "exec", dont_inherit=True)
+    sys.modules["__main__"] = main
+    try:
+        exec(code, vars(main))
+    finally:
+        sys.modules["__main__"] = before
 
 
 @contextlib.contextmanager

@@ -42,6 +42,16 @@ easydist.wait_for_everyone()
 EXITS = "import os, sys\nsys.exit(3 * int(os.environ['RANK']))"
 KILLED = "import os, easydist\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\neasydist.wait_for_everyone()"
 TERMINATED = KILLED.replace("9)", "15)")
+SPAWNS = """
+import multiprocessing, os, sys
+def says():
+    print("a child", __name__)
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=says)
+    child.start()
+    child.join()
+    print(child.exitcode, sys.argv, os.path.isabs(__file__))
+"""
 WAITS = "import os, time\nprint('pid', os.getpid())\ntime.sleep(1000)"
 
 
@@ -74,6 +84,12 @@ def test_ranks_of_two_nodes_run_a_script_and_show_its_output(cluster, tmp_path):
     said = [f"[rank {r}] beside ['--lr', '0.1'] [0, 1, 2, 3] {r // 2} __main__" for r in range(4)]
     assert sorted(out.splitlines()) == sorted([*said, *(f"[rank {rank}] a child" for rank in range(4))])
     assert {f"[rank {rank}] a warning" for rank in range(4)} <= {*err.splitlines()}
+
+
+def test_processes_that_a_script_spawns_find_it(cluster, tmp_path):
+    script(tmp_path, SPAWNS)
+    out, _ = run(cluster, tmp_path, 1, "script.py")
+    assert sorted(out.splitlines()) == ["[rank 0] 0 ['script.py'] True", "[rank 0] a child __mp_main__"]
 
 
 @pytest.mark.battery
