@@ -226,7 +226,7 @@ class Cluster:
             The result of each rank, unpickled.
 
         Raises:
-            TypeError: It cannot be pickled; the text names the cause and a remedy.
+            TypeError: It cannot be pickled, or a result cannot be unpickled here; the text has the cause and a remedy.
             CellError: It raised on a rank, or ranks waited for one that does not come, as in ``execute``.
         """
         return self._call(fn, args, kwargs, ranks)
@@ -249,11 +249,11 @@ class Cluster:
         ranks: Collection[int] | None = None,
         launch: dict[str, str] | None = None,
     ) -> list[Any]:
-        from easydist.notebook.values import pack_call, sources, unpack
+        from easydist.notebook.values import pack_call, sources
 
         meta = {"action": "call", "launch": launch, "sources": sources(fn)}
         outcomes = self._run("", meta, ranks, [pack_call(fn, args, kwargs)])
-        return [unpack(outcome.values[0], weights_only=False) for _, outcome in sorted(outcomes.items())]
+        return _values(outcomes, f"the result of {getattr(fn, '__name__', fn)}", weights_only=False)
 
     def push(self, ranks: Collection[int] | None = None, **values: Any) -> None:
         """Send values to the ranks, under names that their cells can use.
@@ -287,13 +287,12 @@ class Cluster:
             The ranks' values, with tensors on the CPU.
 
         Raises:
-            CellError: A rank has no such name, or its value is not plain.
+            CellError: A rank has no such name, or its value is not plain, or cannot be pickled.
+            TypeError: A value cannot be unpickled here.
         """
-        from easydist.notebook.values import unpack
-
         meta = {"action": "pull", "names": [name], "weights_only": weights_only}
         outcomes = self._run("", meta, ranks)
-        return [unpack(outcome.values[0], weights_only=weights_only) for _, outcome in sorted(outcomes.items())]
+        return _values(outcomes, name, weights_only=weights_only)
 
     def status(self) -> Status:
         """Return each rank's process, state, operation, call site, awaited ranks and memory, without asking it."""
@@ -415,6 +414,14 @@ def _demand_success(rank: RankHandle, message: dict[str, Any]) -> None:
     if message["msg_type"] == "execute_reply" and message["content"]["status"] == "error":
         text = "\n".join(message["content"]["traceback"])
         raise RuntimeError(f"{named([rank.rank])} could not join the others:\n{text}")
+
+
+def _values(outcomes: Mapping[int, CellOutcome], what: str, *, weights_only: bool) -> list[Any]:
+    """Return the values that ranks have sent, by rank."""
+    from easydist.notebook.values import received
+
+    sent = {rank: outcome.values[0] for rank, outcome in sorted(outcomes.items())}
+    return [received(value, f"{what} on rank {rank}", weights_only=weights_only) for rank, value in sent.items()]
 
 
 def _log(rank: RankHandle) -> str:

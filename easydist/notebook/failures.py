@@ -65,7 +65,7 @@ class RankLostError(_Short, PeerLostError):
 
 
 class UnsendableError(_Short, TypeError):
-    """A value cannot be pickled, so it cannot be sent between the notebook and its ranks."""
+    """A value cannot be pickled or unpickled, so it cannot be sent between the notebook and its ranks."""
 
 
 class CellInterrupted(_Short, KeyboardInterrupt):

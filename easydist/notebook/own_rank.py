@@ -160,7 +160,7 @@ class OwnRank:
                 raise NameError(f"name {name!r} is not defined")
             if meta["weights_only"] and not is_plain(self.namespace[name]):
                 raise UnsafeObjectError(_NOT_PLAIN.format(name=name, kind=type(self.namespace[name]).__name__))
-            publish(pack(self.namespace[name], name))
+            publish(pack(self.namespace[name], name, to_notebook=True))
 
     def _call(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> None:
         fn, args, kwargs = unpack(buffers[0], weights_only=False)
@@ -170,7 +170,8 @@ class OwnRank:
             _forget_accelerate()
         with _patched(meta["launch"] or {}):
             value = fn(*args, **kwargs)
-        publish(pack(None if is_program else value, f"the result of {getattr(fn, '__name__', fn)}"))
+        result = f"the result of {getattr(fn, '__name__', fn)}"
+        publish(pack(None if is_program else value, result, to_notebook=True))
 
     def _join(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> None:
         self.join(**meta["meeting"])

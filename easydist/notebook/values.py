@@ -16,25 +16,35 @@ from typing import Any
 import cloudpickle
 import torch
 
+from easydist.agreement.agree import text_of
 from easydist.errors import UnsafeObjectError
 from easydist.format.codec import EncodedObject, decode
 from easydist.notebook.failures import UnsendableError
 
 _CODEC, _PICKLE = b"C", b"P"
 
+_TO_RANKS = (
+    "{} cannot be sent to the ranks: {} cannot be pickled ({}). Make it in a %%ranks cell, or %push the values that it "
+    "is made of"
+)
+_TO_NOTEBOOK = (
+    "{} cannot be sent to the notebook: {} cannot be pickled ({}). Return or pull the values that it is made of"
+)
 
-def pack(value: object, what: str) -> bytes | memoryview:
+
+def pack(value: object, what: str, *, to_notebook: bool = False) -> bytes | memoryview:
     """Encode a value as bytes.
 
     Args:
         value: Any value.
         what: Its name, for error messages.
+        to_notebook: True if a rank sends it to the notebook, and not the notebook to the ranks.
 
     Raises:
         TypeError: It cannot be pickled.
     """
     if (encoded := _plain(value)) is None:
-        return _PICKLE + _pickled(value, what)
+        return _PICKLE + _pickled(value, what, _TO_NOTEBOOK if to_notebook else _TO_RANKS)
     return b"".join([_CODEC, *encoded.parts()])
 
 
@@ -71,13 +81,37 @@ def unpack(message: bytes | memoryview, *, weights_only: bool) -> Any:
     return cloudpickle.loads(view[1:])
 
 
+def received(message: bytes | memoryview, what: str, *, weights_only: bool) -> Any:
+    """Decode a value of a rank in the notebook.
+
+    Args:
+        message: The result of ``pack``.
+        what: Its name, for error messages.
+        weights_only: Refuse values that are not plain data.
+
+    Raises:
+        UnsafeObjectError: It is not plain.
+        TypeError: It cannot be unpickled here.
+    """
+    try:
+        return unpack(message, weights_only=weights_only)
+    except UnsafeObjectError:
+        raise
+    except Exception as error:  # a class of the user's may raise anything
+        raise UnsendableError(
+            f"{what} cannot be loaded in the notebook: {text_of(error)}. Return or pull values of classes that the "
+            "notebook can import, and tensors on the CPU"
+        ) from error
+
+
 def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """Encode a call as bytes, with the globals that the function uses.
 
     Raises:
         TypeError: A part of it, which the text names, cannot be pickled.
     """
-    return _PICKLE + _pickled((fn, args, kwargs), getattr(fn, "__name__", repr(fn)), [*_parts(fn, args, kwargs)])
+    name, parts = getattr(fn, "__name__", repr(fn)), [*_parts(fn, args, kwargs)]
+    return _PICKLE + _pickled((fn, args, kwargs), name, _TO_RANKS, parts)
 
 
 def sources(fn: Callable[..., Any]) -> dict[str, str]:
@@ -87,16 +121,13 @@ def sources(fn: Callable[..., Any]) -> dict[str, str]:
     return {name: "".join(lines)} if lines else {}
 
 
-def _pickled(value: object, what: str, parts: list[tuple[str, object]] | None = None) -> bytes:
+def _pickled(value: object, what: str, text: str, parts: list[tuple[str, object]] | None = None) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(value)
     except Exception as error:  # a class of the user's may raise anything
         guilty = [f"{name}, a {type(part).__name__}," for name, part in parts or () if not _can_be_pickled(part)]
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UnsendableError(
-            f"{what} cannot be sent to the ranks: {' and '.join(guilty) or 'it'} cannot be pickled ({reason}). Make it "
-            "in a %%ranks cell, or %push the values that it is made of"
-        ) from None
+        raise UnsendableError(text.format(what, " and ".join(guilty) or "it", reason)) from None
     return data
 
 

@@ -162,6 +162,22 @@ def test_values_move_between_the_notebook_and_the_ranks(nb):
     assert nb.good("%%ranks\n(ranks, self)").lines == ["ranks 0–2: ([2], 5)"]
 
 
+def test_values_that_cannot_move_to_the_notebook_are_named(nb):
+    nb.good("%%ranks\nsteps = (step for step in [])")
+    text = nb.bad("cluster.pull('steps', weights_only=False)")
+    assert "steps cannot be sent to the notebook: it cannot be pickled" in text
+    assert "Return or pull the values that it is made of" in text
+    assert "the result of <lambda> cannot be sent to the notebook: it" in nb.bad("cluster.run(lambda: (_ for _ in []))")
+    nb.good(
+        "%%ranks\nimport sys, types\nonly_here = sys.modules['only_here'] = types.ModuleType('only_here')\n"
+        "exec('class Own: pass', vars(only_here))\nown = only_here.Own()"
+    )
+    cause = "cannot be loaded in the notebook: ModuleNotFoundError: No module named 'only_here'. Return or pull values"
+    assert nb.bad("cluster.pull('own', weights_only=False)").startswith(f"own on rank 0 {cause}")
+    text = nb.bad("def own():\n    import only_here\n    return only_here.Own()\ncluster.run(own, ranks=[2])")
+    assert text.startswith(f"the result of own on rank 2 {cause}")
+
+
 def test_functions_run_on_the_ranks_with_the_globals_that_they_use(nb):
     nb.good(
         "import os, threading\nscale = 10\ndef f(x, plus=0):\n    return scale * x * int(os.environ['RANK']) + plus"
