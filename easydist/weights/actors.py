@@ -219,6 +219,7 @@ def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout:
         timeout: How long to wait for all of them, and how long a call in the group may take.
 
     Raises:
+        TypeError: A value in the list is no handle of an actor.
         ValueError: There are no actors, or one is there twice.
         PeerLostError: An actor has died; ``rank`` contains its rank.
         CollectiveTimeout: Actors do not answer because they are busy or have not started; ``missing`` contains their
@@ -234,6 +235,10 @@ def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout:
     """
     if not actors:
         raise ValueError("create_group: there are no actors")
+    for rank, actor in enumerate(actors):
+        if not hasattr(getattr(actor, "__ray_call__", None), "remote"):  # a class of actors has it, too, as a function
+            text = f"create_group: rank {rank} is no handle of an actor: {actor!r}"
+            raise TypeError(f"{text}\nPass what the remote() of the actor's class has returned.")
     if len({*actors}) < len(actors):
         raise ValueError("create_group: an actor is there twice, but has only one rank")
     import ray

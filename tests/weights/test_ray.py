@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from actors import MARKS, SECOND, each, members, outcome, start, travels
+from actors import MARKS, SECOND, Member, each, members, outcome, start, travels
 from launching import examples, within
 
 import easydist
@@ -222,6 +222,12 @@ def collective(rank, name):
 def test_an_actor_that_is_there_twice_is_refused(actors):
     with pytest.raises(ValueError, match=r"^create_group: an actor is there twice, but has only one rank$"):
         easydist.ray.create_group([*actors[:2], actors[0]], "twice")
+
+
+def test_what_is_no_handle_of_an_actor_is_named(actors):
+    for wrong in (ray.remote(Member), ray.put(3), None):
+        with pytest.raises(TypeError, match=r"^create_group: rank 1 is no handle of an actor: "):
+            easydist.ray.create_group([actors[0], wrong], "wrong")
 
 
 def test_what_is_no_rank_or_no_number_of_actors_is_named():
