@@ -152,9 +152,13 @@ def with_package(env: dict[str, Any], ship: bool | None) -> dict[str, Any]:
         env: The result of ``environment``.
         ship: False to return it as it is; None to do so if all nodes are this machine.
     """
+    import ray
+
     if is_here() if ship is None else not ship:
         return env
-    return _uploaded(env | {"py_modules": [*env.get("py_modules", ()), str(Path(__file__).parents[1])]})
+    # Ray would leave out those of ray.init: a field of an actor's environment replaces that of the job's.
+    modules = (env if "py_modules" in env else ray.get_runtime_context().runtime_env).get("py_modules", ())
+    return _uploaded(env | {"py_modules": [*modules, str(Path(__file__).parents[1])]})
 
 
 def is_here(nodes: int = 1, resources: Mapping[str, float] | None = None) -> bool:

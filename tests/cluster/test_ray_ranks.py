@@ -489,3 +489,22 @@ def test_ranks_share_a_connection_and_belong_to_it(cluster, tmp_path):
     (tmp_path / "script.py").write_text(OWN_CONNECTIONS)
     out, _ = forked(tmp_path / "script.py", seconds=90, RAY_ADDRESS=cluster.address)
     assert out.splitlines() == ["[2]", CLOSED, CLOSED, "True"]
+
+
+OF_ITS_JOB = """
+import sys
+import ray
+import easydist.ray
+
+ray.init(log_to_driver=False, logging_level="ERROR", runtime_env={"py_modules": [sys.argv[1]]})
+with easydist.ray.Ranks(1, resources={"rank": 0.25}, ship=True) as ranks:
+    print(ranks.run(eval, "__import__('own_module').NAME, sum('py_modules' in one for one in __import__('sys').path)"))
+"""
+
+
+def test_modules_of_the_job_are_beside_an_easydist_that_is_sent(cluster, tmp_path):
+    (tmp_path / "sent" / "own_module").mkdir(parents=True)
+    (tmp_path / "sent" / "own_module" / "__init__.py").write_text("NAME = 'own'")
+    (tmp_path / "script.py").write_text(OF_ITS_JOB)
+    out, _ = forked(tmp_path / "script.py", tmp_path / "sent" / "own_module", seconds=90, RAY_ADDRESS=cluster.address)
+    assert out == "[('own', 2)]\n"
