@@ -21,6 +21,9 @@ _lock = threading.RLock()  # a signal handler may close ranks at any moment
 _users: dict[str, int] = {}
 """The connections that ``connect`` has made, each with the number of its users."""
 
+_PINS_FOR = "RAY_RUNTIME_ENV_TEMPORARY_REFERENCE_EXPIRATION_S"
+"""Ray's variable for the seconds in which it keeps uploaded folders that no process uses yet."""
+
 _CANNOT_SHIP = (
     "Ranks: this version of Ray ({}) cannot send easydist to the nodes. Install it there and pass ship=False, or call "
     'ray.init(runtime_env={{"py_modules": [easydist]}}) first'
@@ -186,10 +189,28 @@ def _uploaded(env: dict[str, Any]) -> dict[str, Any]:
         from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
     except ImportError as error:
         raise RuntimeError(_CANNOT_SHIP.format(ray.__version__)) from error
-    with tempfile.TemporaryDirectory(prefix="easydist-") as folder:
+    with tempfile.TemporaryDirectory(prefix="easydist-") as folder, _nothing_pinned_by_client():
         for upload in (upload_py_modules_if_needed, upload_working_dir_if_needed):
             try:
                 env = upload(env, include_gitignore=True, scratch_dir=folder)
             except ray.exceptions.RuntimeEnvSetupError as error:
                 raise ValueError(f"Ranks: runtime_env: {error.error_message}") from error
     return env
+
+
+@contextlib.contextmanager
+def _nothing_pinned_by_client() -> Iterator[None]:
+    """Let Ray's client keep no reference to what it uploads: its server answers that request before ray.init only.
+
+    The client would repeat the request forever.
+    """
+    import ray
+
+    before = os.environ.get(_PINS_FOR)
+    if ray.util.client.ray.is_connected():
+        os.environ[_PINS_FOR] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_PINS_FOR, None)
+        os.environ.update({} if before is None else {_PINS_FOR: before})

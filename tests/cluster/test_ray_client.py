@@ -152,6 +152,23 @@ def test_a_check_runs_on_the_nodes(cluster):
     assert not [row for row in results["findings"] if row["state"] == "fault"]
 
 
+SENDS = """
+import sys
+import easydist.ray
+
+with easydist.ray.Ranks(1, resources={"rank": 1}, ship=True, runtime_env={"working_dir": sys.argv[1]}) as ranks:
+    print(ranks.run(eval, "__import__('beside').NAME, any('py_modules' in one for one in __import__('sys').path)"))
+"""
+
+
+def test_folders_are_sent_to_the_nodes(cluster, tmp_path):
+    (tmp_path / "sent").mkdir()
+    (tmp_path / "sent" / "beside.py").write_text("NAME = 'beside'")
+    (tmp_path / "script.py").write_text(SENDS)
+    sent = tmp_path / "script.py", tmp_path / "sent"
+    assert launching.forked(*sent, seconds=90, RAY_ADDRESS=cluster.client)[0] == "[('beside', True)]\n"
+
+
 def test_nobody_answers():
     address = f"ray://127.0.0.1:{launching.free_port()}"
     soon = {f"RAY_CLIENT_{name}_CONNECTION_TIMEOUT_S": 1 for name in ("INITIAL", "MAX")}
