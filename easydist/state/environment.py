@@ -93,17 +93,20 @@ _ARBITRARY = (
 )
 
 
-def has_agent() -> bool:
+def has_agent(env: Mapping[str, str] = os.environ) -> bool:
     """True if the launcher serves the store in which the ranks meet, as torchrun's agent does; else rank 0 does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def restart_key(env: Mapping[str, str] = os.environ) -> str:
     """Return what tells the ranks that a launcher starts from those that it has started before.
 
-    After a failure torchrun restarts them, and serves the same store; it also does so when the world has grown.
+    After a failure torchrun restarts them, and serves the same store; it also does so when the world has grown. A store
+    that rank 0 serves is new each time. The count does not matter there, and may differ between nodes: an agent counts
+    only the failures of its own ranks.
     """
-    return f"{env.get('TORCHELASTIC_RESTART_COUNT', 0)}/{env.get('WORLD_SIZE', '')}"
+    count = env.get("TORCHELASTIC_RESTART_COUNT", 0) if has_agent(env) else 0
+    return f"{count}/{env.get('WORLD_SIZE', '')}"
 
 
 def launched(env: Mapping[str, str] = os.environ, has_group: bool = False) -> World:

@@ -13,9 +13,16 @@ MUTANTS = [
     Mutant(
         "state/environment.py",
         "restart_key",
-        "env.get('TORCHELASTIC_RESTART_COUNT', 0)",
+        'env.get("TORCHELASTIC_RESTART_COUNT", 0)',
         "0",
         "tests/state/test_environment.py -k starts_again",
+    ),
+    Mutant(
+        "state/environment.py",
+        "restart_key",
+        " if has_agent(env) else 0",
+        "",
+        "tests/state/test_environment.py -k restarts_of_an_agent",
     ),
     Mutant(
         "state/recovering.py",

@@ -289,7 +289,12 @@ def test_first_host_is_the_prefix_with_the_first_number(prefix, numbers, width):
 
 
 def test_ranks_that_a_launcher_starts_again_are_told_from_those_before():
-    env = {"WORLD_SIZE": "2"}
+    env = {"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     keys = [restart_key(env | {"TORCHELASTIC_RESTART_COUNT": count}) for count in ("0", "1")]
     assert len({*keys, restart_key({"WORLD_SIZE": "3"})}) == 3
     assert restart_key(env) == keys[0]
+
+
+def test_the_restarts_of_an_agent_do_not_count_where_rank_0_serves_a_new_store_each_time():
+    env = {"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert len({restart_key(env | {"TORCHELASTIC_RESTART_COUNT": count}) for count in ("0", "1")}) == 1

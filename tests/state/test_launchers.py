@@ -101,6 +101,35 @@ def test_ranks_that_torchrun_restarts_meet_again(tmp_path):
     assert text.count("1 ['1', '1'] 2.0") == 2, text
 
 
+FAILS_ON_ONE_NODE = r"""
+import os, signal, torch, easydist
+from easydist.comms import ReduceOp, new_comm
+state, count = easydist.ProcessState(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+easydist.wait_for_everyone()
+if (count, state.node_rank) == ("0", 1):
+    os._exit(3)
+try:
+    counts = easydist.gather_object(count)
+except easydist.PeerLostError:
+    signal.pause()  # until the agent ends this rank, because the other node comes again
+comm = new_comm("gloo", torch.device("cpu"), "again")
+comm.all_reduce(total := torch.ones(1), ReduceOp.SUM, False)
+os.write(1, f"{sorted(counts)} {total.item()}\n".encode())
+comm.finalize()
+"""
+
+
+def test_ranks_whose_agents_have_counted_different_restarts_meet_again(tmp_path):
+    """An agent does not count the restarts because of failures on the other nodes."""
+    (tmp_path / "fails_on_one_node.py").write_text(FAILS_ON_ONE_NODE)
+    options = ("--nnodes=2", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-id=1", "--local-addr=127.0.0.1")
+    command = (launching.fork(), "-m", "torch.distributed.run", *options)
+    command += (f"--rdzv-endpoint=127.0.0.1:{launching.free_port()}", tmp_path / "fails_on_one_node.py")
+    env = {"PYTHON_EXEC": launching.fork(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
+    text = finish(*[start(*command, **env) for _ in range(2)])
+    assert text.count("['0', '1'] 2.0") == 2, text
+
+
 def test_two_agents_of_torchrun_are_two_hosts(tmp_path):
     options = ("--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={launching.free_port()}")
     command = (launching.fork(), "-m", "torch.distributed.run", *options)
