@@ -60,11 +60,12 @@ class PointToPoint(Members):
         send(self.communicators, "send", TENSOR, self._peer_of("send", dst, 1), prepare)
 
     @eager
-    def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
+    def recv(self, size: torch.Size | int, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
         """Receive the tensor that one rank sends with ``send``.
 
         Args:
-            size: The shape. A tensor of another shape with as many elements is received as a view.
+            size: The shape, or the number of elements. A tensor of another shape with as many elements is received as a
+                view.
             dtype: The dtype.
             src: Another rank, inside the group; None means the previous one.
 
@@ -77,7 +78,7 @@ class PointToPoint(Members):
         peer = self._peer_of("recv", src, -1)
 
         def open_(message: Message) -> tuple[Incoming, Buffers]:
-            wanted = torch.Size(integers("recv: size", size, "a shape"))
+            wanted = torch.Size(integers("recv: size", [size] if isinstance(size, int) else size, "a shape"))
             incoming = Incoming.announced(self.communicators, message.body)
             came = incoming.tree
             if came.dtype is not dtype or came.numel() != wanted.numel():

@@ -105,9 +105,11 @@ def test_tensors_and_objects_from_rank_to_rank(rank):
                 assert_same(group.recv_object(1), obj)
         if rank == 0:
             group.send(torch.arange(6))
+            group.send(torch.arange(6))
             assert group.isend_tensor_dict({"a": 1})[0].is_completed() in (True, False)
         else:
             assert group.recv(torch.Size([2, 3]), torch.int64).tolist() == [[0, 1, 2], [3, 4, 5]]
+            assert group.recv(6, torch.int64).tolist() == [*range(6)]
             assert group.recv_tensor_dict() == {"a": 1}
 
 
