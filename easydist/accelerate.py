@@ -28,7 +28,7 @@ from easydist.tree import is_namedtuple
 from easydist.verbs.broadcast import broadcast, copy_tensor_to_devices
 from easydist.verbs.gather import gather
 from easydist.verbs.objects import broadcast_object_list, gather_object
-from easydist.verbs.padding import CannotPadNestedTensorWarning, pad_across_processes
+from easydist.verbs.padding import CannotPadNestedTensorWarning, pad_where_needed
 from easydist.verbs.parameters import GatheredParameters
 from easydist.verbs.random import set_seed, synchronize_rng_states
 from easydist.verbs.reduce import reduce
@@ -54,7 +54,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "is_tensor_information": structure.is_tensor_information,
     "is_torch_tensor": structure.is_torch_tensor,
     "listify": structure.listify,
-    "pad_across_processes": pad_across_processes,
+    "pad_across_processes": pad_where_needed,
     "pad_input_tensors": structure.pad_input_tensors,
     "recursively_apply": structure.recursively_apply,
     "reduce": reduce,
@@ -103,9 +103,10 @@ def enable() -> Enabled:
     Law: afterwards ``accelerate.utils.gather(x) == easydist.gather(x)``, and likewise for every name that both have,
     for the methods of ``Accelerator``, and for transformers' ``Trainer``, which call these names. ``save`` and ``load``
     remain accelerate's, since their arguments differ. ``find_batch_size`` raises if there is no tensor, as accelerate's
-    code expects. ``Accelerator.gather_for_metrics`` guesses as accelerate's does, and warns once if it has no loader to
-    rely on. Data that accelerate's cannot handle (text or arrays beside tensors), and calls with an argument of
-    ``easydist.gather_for_metrics``, are passed to that.
+    code expects. ``pad_across_processes`` checks ``pad_index`` only for leaves that a rank has to pad, because
+    ``Trainer`` pads masks with -100, too. ``Accelerator.gather_for_metrics`` guesses as accelerate's does, and warns
+    once if it has no loader to rely on. Data that accelerate's cannot handle (text or arrays beside tensors), and calls
+    with an argument of ``easydist.gather_for_metrics``, are passed to that.
 
     Call it on all ranks or on none, before or after ``Accelerator()``. A second call is harmless. ``disable()``, or the
     end of a ``with enable():`` block, restores accelerate's functions; an inner block leaves that to the outer one.

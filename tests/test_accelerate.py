@@ -192,6 +192,24 @@ def test_bad_input_is_the_same_error_and_the_script_goes_on(rank):
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.slow
+@distributed(world_size=[1, 2, 3])
+def test_what_cannot_hold_the_filling_passes_where_no_rank_has_to_pad_it(rank, world_size):
+    accelerator = accelerator_of(rank, world_size)
+    data = {"ids": torch.ones(2, 3 + rank), "mask": torch.ones(1 + rank, 2, dtype=torch.bool)}
+    data["image"] = torch.full((1, 4, 4), 200, dtype=torch.uint8)
+    with easydist.accelerate.enable():
+        padded = accelerator.pad_across_processes(data, dim=1, pad_index=-100)
+        assert padded["mask"] is data["mask"]
+        assert padded["image"] is data["image"]
+        assert padded["ids"][0].tolist() == [1.0] * (3 + rank) + [-100.0] * (world_size - 1 - rank)
+        if world_size > 1:
+            data["mask"] = torch.ones(1, 2 + rank, dtype=torch.bool)
+            with pytest.raises(ValueError, match=r"\['mask'\] is torch\.bool, which cannot hold pad_index=-100"):
+                accelerator.pad_across_processes(data, dim=1, pad_index=-100)
+        assert accelerator.gather(torch.ones(1)).tolist() == [1.0] * world_size
+
+
 def trained(rank, steps=5):
     """Train two layers with a mean over ranks in the loss, through the name that the script has imported."""
     torch.manual_seed(0)

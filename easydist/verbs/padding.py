@@ -7,7 +7,7 @@ import enum
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -89,11 +89,32 @@ def pad_across_processes(
     return padded
 
 
+@eager
+def pad_where_needed(
+    tensor: T,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+    *,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> T:
+    """Pad as ``pad_across_processes`` does, but let a dtype that cannot hold ``pad_index`` pass if no rank has to pad.
+
+    Scripts written for accelerate rely on this: transformers' ``Trainer`` pads masks of bools with -100, too.
+    """
+    verb = _PadAcrossProcesses(tensor, dim, pad_index, pad_first, checks_all=False)
+    padded: T = run(verb, communicators(group), timeout, check)
+    return padded
+
+
 class _PadAcrossProcesses(TreeVerb):
     operation = "pad_across_processes"
 
-    def __init__(self, tensor: Tree, dim: int, pad_index: float, pad_first: bool) -> None:
+    def __init__(self, tensor: Tree, dim: int, pad_index: float, pad_first: bool, checks_all: bool = True) -> None:
         self._tensor, self._dim, self._pad_index, self._pad_first = tensor, dim, pad_index, pad_first
+        self._checks_all = checks_all
         self._reveal: Callable[[Tree], Tree] = _identity
 
     def prepare(self, comms: Communicators) -> Call:
@@ -102,7 +123,8 @@ class _PadAcrossProcesses(TreeVerb):
         asked = _number(self._pad_index)
         shown = int(asked) if float(asked).is_integer() else asked
         self._filling = shown or float(asked)  # for a zero, the float, which may be -0.0
-        _check_filling(leaves, self._filling, self._pad_index)
+        if self._checks_all:
+            _check_filling(leaves, range(len(leaves.values)), self._filling, self._pad_index)
         arguments = {"dim": self._dim, "pad_index": shown, "pad_first": bool(self._pad_first)}
         return Call(arguments, leaves, self._dim, any_size=True)
 
@@ -120,7 +142,10 @@ class _PadAcrossProcesses(TreeVerb):
         if arrived is None:
             return self._tensor
         leaves = agreed.call.tree
-        longest = [max(column) for column in zip(*arrived, strict=True)]
+        columns = [*zip(*arrived, strict=True)]
+        longest = [max(column) for column in columns]
+        # All ranks know all sizes, so all of them raise.
+        _check_filling(leaves, (i for i, c in enumerate(columns) if min(c) < max(c)), self._filling, self._pad_index)
         targets = zip(leaves.values, leaves.tensors, leaves.layout.free(self._dim)[0], longest, strict=True)
         padded = [_padded(*target, self._filling, self._pad_first) for target in targets]
         return self._reveal(leaves.rebuild(padded, False, _converted))
@@ -179,9 +204,10 @@ class _Unpadded(enum.Enum):
     LEAF = enum.auto()
 
 
-def _check_filling(leaves: Leaves, filling: float, asked: Any) -> None:
-    """Check that every leaf can hold the number: floats may round it, other dtypes have to hold it exactly."""
-    for path, dtype in zip(leaves.layout.paths, leaves.layout.dtypes, strict=True):
+def _check_filling(leaves: Leaves, which: Iterable[int], filling: float, asked: Any) -> None:
+    """Check that these leaves can hold the number: floats may round it, other dtypes have to hold it exactly."""
+    for i in which:
+        path, dtype = leaves.layout.paths[i], leaves.layout.dtypes[i]
         if not _holds(dtype, filling, math.copysign(1.0, filling)):
             raise ValueError(
                 f"pad_across_processes: {path or 'the tensor'} is {dtype}, which cannot hold pad_index={asked!r}"

@@ -78,6 +78,7 @@ class Nested(nn.Module):
             "logits": logits,
             "past_key_values": caches,
             "right": logits.argmax(-1) == labels,
+            "positive": logits > 0,  # bools with a dimension that the trainer pads
             "states": [hidden.bfloat16().float(), logits.half()],
         }
 
