@@ -144,8 +144,9 @@ class _PadAcrossProcesses(TreeVerb):
         leaves = agreed.call.tree
         columns = [*zip(*arrived, strict=True)]
         longest = [max(column) for column in columns]
-        # All ranks know all sizes, so all of them raise.
-        _check_filling(leaves, (i for i, c in enumerate(columns) if min(c) < max(c)), self._filling, self._pad_index)
+        if not self._checks_all:  # all ranks know all sizes, so all of them raise
+            uneven = (i for i, column in enumerate(columns) if min(column) < max(column))
+            _check_filling(leaves, uneven, self._filling, self._pad_index)
         targets = zip(leaves.values, leaves.tensors, leaves.layout.free(self._dim)[0], longest, strict=True)
         padded = [_padded(*target, self._filling, self._pad_first) for target in targets]
         return self._reveal(leaves.rebuild(padded, False, _converted))
