@@ -4,6 +4,20 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "groups/communicators.py",
+        "Frames.__init__",
+        "_CUT_ROWS // size if are_cut else 0",
+        "0",
+        "tests/agreement/test_agree.py -k no_room_for_the_header",
+    ),
+    Mutant(
+        "groups/communicators.py",
+        "Communicators._use",
+        'if not hasattr(self, "control"):',
+        "if True:",
+        "tests/agreement/test_calling.py tests/groups/test_communicators.py",
+    ),
+    Mutant(
         "groups/recovering.py",
         "Recovery._meeting_place",
         "underlying(self._store)",

@@ -109,17 +109,24 @@ MUTANTS = [
         "tests/transport/test_conformance.py::test_messages_that_nobody_describes_stay_on_their_lane_too",
     ),
     Mutant(
+        "transport/backend.py",
+        "parts_beside",
+        "[*others[:rank], mine, *others[rank:]]",
+        "[mine, *others]",
+        "tests/transport/test_conformance.py::test_floats_are_reduced_in_rank_order",
+    ),
+    Mutant(
         "transport/backends/hierarchical.py",
         "Hierarchical.reduce",
-        "total = tensor.clone()",
+        "total = memory.empty([tensor.numel()], tensor.dtype)",
         "total = tensor",
         "tests/transport/test_hierarchical.py::test_reduce_to_one_and_scatter_of_a_reduction",
     ),
     Mutant(
         "transport/backends/hierarchical.py",
         "Hierarchical._reduce",
-        "average(wide, self.size)",
-        "average(wide, self._far.size)",
+        "average(total, self.size)",
+        "average(total, self._far.size)",
         "tests/transport/test_hierarchical.py::test_battery[two_and_one-3]",
     ),
     Mutant(
