@@ -46,5 +46,5 @@ if __name__ == "__main__":
         comm = TorchComm(counting, "counting")
         easydist.wait_for_everyone(group=comm)  # the first call also tells each rank of the others
         counting.sent = 0
-        easydist.gather({"a": torch.ones(10_000), "b": torch.ones(2, 2)}, group=comm)
+        easydist.gather({"a": torch.ones(100_000), "b": torch.ones(2, 2)}, group=comm)
         state.print(comm, counting.sent, "bytes sent by rank 0", sep="\n")
