@@ -46,7 +46,7 @@ from easydist.transport.comm import Collectives
 T = TypeVar("T")
 
 _SLOT = 1 << 16
-"""The bytes that a rank can publish at once: headers and small payloads."""
+"""The least bytes that a rank can publish at once; where rows of headers are longer, one of them, if there is room."""
 
 _ROW, _ROWS, _SHORTEST_ROW = 1 << 15, 1 << 20, 1 << 12
 """The most bytes of a row of ``Frames``, those of all rows together, and the least of a row, which counts first."""
@@ -295,7 +295,7 @@ class Communicators:
         first.announce()
         is_ours = type(self.control.backend) is Gloo  # if users bring their own backend, data has to go through it
         hosts = introduce(functools.partial(all_gather, self.control), self.monitor, is_ours and is_wanted())
-        near, self._hosts = attach(self.control, self.monitor, hosts, [_SLOT])
+        near, self._hosts = attach(self.control, self.monitor, hosts, [max(_SLOT, self.frames.nbytes), _SLOT])
         if len(self._hosts) < self.size:
             self._data["cpu"] = self.control = self._over(near, 0)
         self.monitor.waits_in_memory = self.control.get_backend() == "shm"

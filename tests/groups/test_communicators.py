@@ -31,6 +31,12 @@ def test_rows_of_frames_are_aligned_and_bounded(size):
         assert 1 << 12 <= nbytes <= ((1 << 19) // size if are_cut and size < 16 else 1 << 15)
 
 
+@distributed(world_size=[2, 4])
+def test_a_slot_has_room_for_a_frame(rank):
+    comms = ProcessState().communicators().met()
+    assert comms.control.backend._steps.slots.slot >= comms.frames.nbytes
+
+
 @pytest.mark.parametrize("limit", [timedelta(seconds=20.5), timedelta(days=1, minutes=1)], ids=str)
 @distributed(world_size=2)
 def test_calls_have_the_time_that_the_groups_maker_gave(rank, limit):
