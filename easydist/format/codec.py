@@ -8,13 +8,14 @@ once, from its place into the message, and decoded tensors and arrays share the 
 from __future__ import annotations
 
 import copyreg
+import functools
 import itertools
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -152,6 +153,62 @@ def _can_be_pickled(value: object) -> bool:
     return True
 
 
+class _ReusedPickler(NamedTuple):
+    """A pickler, the pieces that it has written, and the buffers that it has left out."""
+
+    pickler: pickle.Pickler
+    chunks: _Chunks
+    buffers: list[memoryview]
+
+
+_idle: list[_ReusedPickler] = []
+"""Those that no thread uses now: to make one takes longer than to pickle a small value."""
+
+_KEPT = 2048
+"""The bytes of the longest pickle after which one is kept: its memo does not shrink."""
+
+
+def _new_pickler() -> _ReusedPickler:
+    chunks, buffers = _Chunks(), list[memoryview]()
+    pickler = pickle.Pickler(chunks, 5, buffer_callback=functools.partial(_keep, buffers))
+    pickler.dispatch_table = _TABLE
+    return _ReusedPickler(pickler, chunks, buffers)
+
+
+def _keep(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
+    raw = buffer.raw()
+    if raw.nbytes >= _IN_BAND:
+        buffers.append(_direct(raw))
+    return raw.nbytes < _IN_BAND
+
+
+def _pickled(value: object) -> tuple[Sequence[Any], list[memoryview]]:
+    """Return the pickle of a value, piece by piece, and the buffers outside of it.
+
+    Raises:
+        TypeError: Pickle cannot write it.
+    """
+    try:
+        reused = _idle.pop()
+    except IndexError:
+        reused = _new_pickler()
+    pickler, chunks, buffers = reused
+    try:
+        pickler.dump(value)
+        if buffers or len(chunks) > 1 or len(chunks[0]) > _KEPT:
+            return chunks, buffers
+        [text] = chunks
+        chunks.clear()
+        pickler.clear_memo()
+        _idle.append(reused)
+        return [text], []
+    except _FAULTS as error:
+        remedy = next((advice for part, advice in _REMEDIES.items() if part in str(error)), "")
+        raise TypeError(f"{_culprit(value)} cannot be pickled: {error}{remedy}") from error
+    finally:
+        del pickler, reused  # because they hold views of views, see _direct
+
+
 class EncodedObject:
     """A value as the parts of a message, which need not be joined: its large data is still in its own memory.
 
@@ -169,29 +226,13 @@ class EncodedObject:
     """
 
     def __init__(self, value: object) -> None:
-        chunks = _Chunks()
-        self._buffers: list[memoryview] = []
-        pickler = pickle.Pickler(chunks, 5, buffer_callback=self._keep)
-        pickler.dispatch_table = _TABLE
         strings = Strings.of(value)
         self.is_strings = strings is not None
-        try:
-            pickler.dump(value if strings is None else strings)
-        except _FAULTS as error:
-            remedy = next((advice for part, advice in _REMEDIES.items() if part in str(error)), "")
-            raise TypeError(f"{_culprit(value)} cannot be pickled: {error}{remedy}") from error
-        finally:
-            del pickler  # because it holds views of views, see _direct
+        chunks, self._buffers = _pickled(value if strings is None else strings)
         length, sizes = sum(map(len, chunks)), [raw.nbytes for raw in self._buffers]
         head = _COUNTS.pack(len(sizes), length) + (struct.pack(f"<{len(sizes)}Q", *sizes) if sizes else b"")
         self._texts = [head, *chunks]
         self._starts, self.nbytes = _layout(len(head) + length, sizes) if sizes else ([], len(head) + length)
-
-    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes >= _IN_BAND:
-            self._buffers.append(_direct(raw))
-        return raw.nbytes < _IN_BAND
 
     def check(self) -> None:
         """Check that the restricted decoder accepts the value.

@@ -201,3 +201,24 @@ def test_tensors_of_a_device_arrive_on_the_current_one():
     got = round_trip([torch.arange(3000, device="cuda"), torch.ones(2, device="cuda")], weights_only=True)
     assert [t.device for t in got] == [torch.device("cuda", torch.cuda.current_device())] * 2
     assert got[0].tolist() == list(range(3000))
+
+
+def test_messages_do_not_depend_on_those_before_them():
+    """Small values are pickled by one pickler, in turns."""
+    values = [{"a": "text"}, ["text", np.arange(3000)], {"a": "text", "b": "b" * 5000}, ("text",), [1] * 3000, {"a": 1}]
+    alone = [bytes(codec.encode(value).numpy()) for value in values]
+    kept = [codec.EncodedObject(value) for value in values]
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        codec.encode([{"a": "text"}, lambda: None])
+    assert [b"".join(message.parts()) for message in kept] == alone
+    assert [bytes(codec.encode(value).numpy()) for value in reversed(values)] == alone[::-1]
+    assert len(codec._idle) >= 1
+
+
+def test_a_value_whose_pickling_encodes_another_one():
+    assert codec.decode(codec.encode(["before", Encoding(), "after"])) == ["before", "inner", "after"]
+
+
+class Encoding:
+    def __reduce__(self):
+        return codec.decode, (codec.encode("inner"),)
