@@ -51,9 +51,9 @@ _SLOT = 1 << 16
 _ROW, _ROWS, _SHORTEST_ROW = 1 << 15, 1 << 20, 1 << 12
 """The most bytes of a row of ``Frames``, those of all rows together, and the least of a row, which counts first."""
 
-_CUT_ROWS = 1 << 19
-"""The bytes of all rows that a few ranks have even if these rows are longer: an exchange of data after that of headers
-costs more than the copies of so much data into frames and out of them."""
+_CUT_ROWS, _HEADER = 1 << 19, 1 << 10
+"""The bytes of all rows that a few ranks have even if these rows are longer, and those that each has beside for numbers
+and sizes. An exchange of data after that of headers costs more than to copy so much into frames and out of them."""
 
 _LARGE = 1 << 19
 _LARGE_SLOTS = (2 << 20, 1 << 19, 1 << 17)
@@ -78,7 +78,7 @@ class Frames:
     """
 
     def __init__(self, size: int, are_cut: bool = True) -> None:
-        nbytes = max(min(_ROW, _ROWS // size), _CUT_ROWS // size if are_cut else 0)
+        nbytes = max(min(_ROW, _ROWS // size), _CUT_ROWS // size + _HEADER if are_cut else 0)
         self.nbytes, self._size = max(_SHORTEST_ROW, nbytes // 64 * 64), size
 
     @functools.cached_property

@@ -208,8 +208,8 @@ def test_sizes_that_differ_travel_with_the_header(rank):
 @pytest.mark.parametrize("more", [0, 1, 16, 80])
 @distributed(world_size=[2, 4])
 def test_data_that_leaves_no_room_for_the_header_follows_it(rank, world_size, backend, more):
-    """Of 512 KiB the header of each rank takes 64 bytes, and the size of the only leaf 16."""
-    numel = (1 << 19) // world_size - 80 + more
+    """Beside 512 KiB of all ranks there is 1 KiB, of which the header takes 64 bytes, and the size of the leaf 16."""
+    numel = (1 << 19) // world_size + 1024 - 80 + more
     with made(backend) as group, counted(group) as operations:
         got = easydist.gather(torch.full((numel,), rank + 1, dtype=torch.uint8), group=group)
     assert operations == ["all_gather_upto"] + ["all_gather_parts"] * (more > 0)

@@ -6,7 +6,7 @@ MUTANTS = [
     Mutant(
         "groups/communicators.py",
         "Frames.__init__",
-        "_CUT_ROWS // size if are_cut else 0",
+        "_CUT_ROWS // size + _HEADER if are_cut else 0",
         "0",
         "tests/agreement/test_agree.py -k no_room_for_the_header",
     ),

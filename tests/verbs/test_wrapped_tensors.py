@@ -13,7 +13,7 @@ import easydist
 from easydist.comms import ReduceOp, new_comm
 from easydist.testing import distributed
 
-NUMEL = 1 << 16  # travels by itself, by its address
+NUMEL = 1 << 17  # travels by itself, by its address
 VERBS = {
     "gather": lambda x: easydist.gather({"x": x})["x"],
     "broadcast": lambda x: easydist.broadcast([x])[0],
