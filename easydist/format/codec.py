@@ -144,10 +144,8 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _can_be_pickled(value: object) -> bool:
-    pickler = pickle.Pickler(_Chunks(), 5, buffer_callback=lambda _: False)
-    pickler.dispatch_table = _TABLE
     try:
-        pickler.dump(value)
+        _new_pickler().pickler.dump(value)
     except _FAULTS:
         return False
     return True

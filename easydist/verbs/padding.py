@@ -90,22 +90,12 @@ def pad_across_processes(
 
 
 @eager
-def pad_where_needed(
-    tensor: T,
-    dim: int = 0,
-    pad_index: float = 0,
-    pad_first: bool = False,
-    *,
-    group: Group = None,
-    check: bool | None = None,
-    timeout: Timeout | None = None,
-) -> T:
+def pad_where_needed(tensor: T, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> T:
     """Pad as ``pad_across_processes`` does, but let a dtype that cannot hold ``pad_index`` pass if no rank has to pad.
 
     Scripts written for accelerate rely on this: transformers' ``Trainer`` pads masks of bools with -100, too.
     """
-    verb = _PadAcrossProcesses(tensor, dim, pad_index, pad_first, checks_all=False)
-    padded: T = run(verb, communicators(group), timeout, check)
+    padded: T = run(_PadAcrossProcesses(tensor, dim, pad_index, pad_first, checks_all=False), communicators(None))
     return padded
 
 

@@ -28,8 +28,8 @@ import easydist
 from easydist import CollectiveTimeout, EasydistError, ProcessState
 from easydist.base import gloo
 from easydist.comms import new_comm
+from easydist.transport.backends.c10d import Gloo
 from easydist.transport.backends.shm import Shm
-from easydist.transport.backends.waits import GlooMessages
 
 DEADLINE = within(15)
 TIMEOUT = dict.fromkeys(("stop_inside", "late", "store_stops"), within(0.5)) | {"stop": within(1.5)}  # it waits first
@@ -134,13 +134,11 @@ def midway(scenario: str, rank: int, world_size: int) -> None:
     """Let the last rank end in the middle of a large message to it."""
     pid = easydist.gather(os.getpid()).tolist()[-1]
     comm = new_comm("gloo", torch.device("cpu"), "main") if scenario == "comm_midway" else None
-    data, wait = torch.ones(1 << 24), GlooMessages.wait
+    data, begin = torch.ones(1 << 24), Gloo.broadcast
     if rank == 0:
         threading.Thread(target=kill_midway, args=(pid,), daemon=True).start()
     elif rank == world_size - 1:
-        GlooMessages.wait = lambda self, *args: (
-            os.kill(os.getpid(), signal.SIGSTOP) if self.is_large else wait(self, *args)
-        )
+        Gloo.broadcast = lambda *args: (begin(*args), os.kill(os.getpid(), signal.SIGSTOP))[0]
     easydist.broadcast(data) if comm is None else comm.broadcast(data, 0, False)
 
 
