@@ -24,8 +24,8 @@ no groups of its own, and communicators are no groups of a ``DeviceMesh``."""
 _default_timeout = found("torch.distributed.distributed_c10d._get_default_timeout", None)
 """Returns the time limit of a backend. Without it: half an hour for all of them."""
 
-_set_timeout = found("torch.distributed.distributed_c10d._set_pg_timeout", None)
-"""Sets the limit of a group's calls. Without it: the limit for connecting holds for its calls, too."""
+_set_timeout = getattr(dist, "set_timeout", None) or found("torch.distributed.distributed_c10d._set_pg_timeout", None)
+"""Sets the limit of a group's calls; public from torch 2.14 on. Without it: that for connecting holds for calls, too."""
 
 _set_default = found("torch.distributed.distributed_c10d._update_default_pg", None)
 """Makes a group torch's default group. Without it: as without ``_world``."""

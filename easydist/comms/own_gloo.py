@@ -204,7 +204,8 @@ _add(
 _add(
     GlooGroup._run,
     "_allgather_base all_gather_single all_gather_single_coalesced all_to_all_single allgather allgather_coalesced "
-    "allgather_into_tensor_coalesced alltoall alltoall_base barrier broadcast gather scatter send recv recv_anysource",
+    "allgather_into_tensor_coalesced alltoall alltoall_base barrier broadcast gather gather_into_tensor gather_single "
+    "scatter send recv recv_anysource",
 )
 
 

@@ -279,6 +279,16 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         gather = lambda: [self._backend.gather(all_bytes(targets), as_bytes(data), root)]  # noqa: E731
         return self._begin("gather", (data, root, None), gather, targets)
 
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
+        """Set on the root ``output = cat([input of rank 0, …])``, or their stack; torch 2.14 and newer call it."""
+        root, data = self._root("gather_single", opts), dense(input)
+        if root == self.rank() and not _fit(output, input, self.size()):
+            raise ValueError(f"gather_single: {self.size()} times {seen(input)} do not fit {seen(output)}")
+        targets = [Filled(output)] if root == self.rank() else []
+        flats = [part for one in targets for part in as_bytes(one.dense).view(self.size(), data.nbytes)]
+        gather = lambda: [self._backend.gather(flats, as_bytes(data), root)]  # noqa: E731
+        return limited(self._begin("gather_single", (data, root, None), gather, targets), opts)
+
     # Arguments are named as in torch, since callers may name them.
     def recv(self, tensors: TensorList, srcRank: int, tag: int) -> GroupWork:  # noqa: N803
         """Receive the tensors that ``srcRank`` sends to this rank with this tag, in order."""
@@ -338,7 +348,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         output, input = outputTensor, inputTensor
         if not _fit(input, output, self.size()):
             raise ValueError(f"reduce_scatter_single: {self.size()} times {seen(output)} is not {seen(input)}")
-        parts = dense(input).reshape(self.size(), -1).unbind()
+        parts = dense(input).reshape(self.size(), output.numel()).unbind()
         return limited(self._reduce_scatter("reduce_scatter_single", output, parts, opts), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> GroupWork:

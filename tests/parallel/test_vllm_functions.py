@@ -138,7 +138,8 @@ def test_attributes_and_a_sibling_of_the_device_group(rank):
         None,
         True,
     )
-    assert group.cpu_timeout.total_seconds() == easydist.ProcessState().communicators().monitor.timeout
+    limit = easydist.ProcessState().communicators().monitor.timeout
+    assert group.cpu_timeout.total_seconds() == pytest.approx(limit, abs=0.01)  # torch may drop a millisecond
     sibling = group.make_sibling_device_group("beside")
     assert sibling is not group.device_group
     assert dist.get_process_group_ranks(sibling) == [rank]

@@ -126,6 +126,13 @@ def test_operations_on_one_tensor(layout, rank):
         got = laid(layout, torch.zeros(2, 4))
         dist.reduce_scatter_tensor(got, laid(layout, every[rank]), group=made)
         equal(got, sum(every)[2 * rank : 2 * rank + 2])
+        dist.reduce_scatter_tensor(torch.empty(0), torch.empty(0), group=made)
+    options = dist.GatherOptions()
+    options.rootRank = 1
+    for numel in (24, 0):
+        whole = laid(layout, torch.zeros(3, numel))
+        made.gather_single(whole, laid(layout, every[rank].view(-1)[:numel]), options).wait()
+        equal(whole, (rank == 1) * torch.stack(every).view(3, -1)[:, :numel])
     got = laid(layout, torch.zeros(6, 4))
     dist.all_to_all_single(got, laid(layout, every[rank]), group=made)
     equal(got, torch.cat([one[2 * rank : 2 * rank + 2] for one in every]))
@@ -222,6 +229,9 @@ def test_what_is_refused(rank):
     for numel in (5, 7):
         with pytest.raises(ValueError, match=rf"2 times torch.int64 \(3,\) on cpu do not fit torch.int64 \({numel},\)"):
             made.all_gather_single(tensor.new_zeros(numel), tensor)
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"gather_single: 2 times torch.int64 \(3,\) on cpu do not fit"):
+            made.gather_single(tensor.new_zeros(5), tensor, dist.GatherOptions())
     for call in (
         lambda: made.all_gather_single(torch.zeros(6, dtype=torch.float64), tensor),
         lambda: made.reduce_scatter_single(torch.zeros(1, dtype=torch.float64), tensor[:2]),
