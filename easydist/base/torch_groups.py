@@ -24,8 +24,8 @@ no groups of its own, and communicators are no groups of a ``DeviceMesh``."""
 _default_timeout = found("torch.distributed.distributed_c10d._get_default_timeout", None)
 """Returns the time limit of a backend. Without it: half an hour for all of them."""
 
-_set_timeout = getattr(dist, "set_timeout", None) or found("torch.distributed.distributed_c10d._set_pg_timeout", None)
-"""Sets the limit of a group's calls; public from torch 2.14 on. Without it: that for connecting holds for calls, too."""
+_set_limit = getattr(dist, "set_timeout", None) or found("torch.distributed.distributed_c10d._set_pg_timeout", None)
+"""Sets the limit of calls; torch 2.14 has the first. Without both: the limit for connecting holds for its calls, too."""
 
 _set_default = found("torch.distributed.distributed_c10d._update_default_pg", None)
 """Makes a group torch's default group. Without it: as without ``_world``."""
@@ -93,8 +93,8 @@ def default_timeout(backend: str = "undefined") -> timedelta:
 
 def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
     """Set the time limit of the calls of a group of gloo or NCCL."""
-    if _set_timeout is not None:
-        _set_timeout(limit, group)
+    if _set_limit is not None:
+        _set_limit(limit, group)
 
 
 def default_store() -> Store:
