@@ -108,13 +108,23 @@ def _checked(entry: Any) -> tuple[str, Any]:
             f"allow_globals: {entry!r:.100} is neither a class or function nor a pair of one and its name; pass, for "
             "example, [MyClass]"
         )
-    return name or full_name(value), value
+    return in_main(name or full_name(value)), value
+
+
+def in_main(name: str) -> str:
+    """Return a name as the script itself has it: processes that multiprocessing spawns rename ``__main__``.
+
+    Example:
+        >>> in_main("__mp_main__.Request"), in_main("http.HTTPStatus")
+        ('__main__.Request', 'http.HTTPStatus')
+    """
+    return name.replace("__mp_main__.", "__main__.", 1) if name.startswith("__mp_main__.") else name
 
 
 def registered() -> dict[str, Any]:
     """Return all that the user has allowed, by name: here, or by ``torch.serialization.add_safe_globals``."""
     entries = [entry if isinstance(entry, tuple) else (entry, "") for entry in torch.serialization.get_safe_globals()]
-    return {name or full_name(value): value for value, name in entries if not _is_torch(value)} | _allowed
+    return {in_main(name or full_name(value)): value for value, name in entries if not _is_torch(value)} | _allowed
 
 
 def _is_torch(value: Any) -> bool:

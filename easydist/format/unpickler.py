@@ -185,6 +185,7 @@ class Unpickler:
             return allowlist.VALUES[name]
         if name in self._makers:
             return self._makers[name]
+        name = allowlist.in_main(name)
         return self._trusted[name] if name in self._trusted else _refuse(name)
 
     def is_trusted(self, value: Any) -> bool:

@@ -54,6 +54,41 @@ def test_allowed_classes_and_functions_are_decoded():
     assert "torch._C.Generator" in easydist.format.allowlist.registered()
 
 
+SCRIPT = """
+import enum, multiprocessing
+import easydist
+from easydist.format import codec
+
+class Status(enum.Enum):
+    DONE = 1
+
+easydist.allow_globals([Status])
+
+def answer(link):
+    status = codec.decode(codec.encode(link.recv(), weights_only=True), weights_only=True)  # as this process names it
+    message = memoryview(bytearray(link.recv_bytes()))
+    assert codec.decode(message, weights_only=True) is status is Status.DONE
+    link.send_bytes(bytes(codec.encode(status, weights_only=True).numpy()))
+
+if __name__ == "__main__":
+    mine, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=answer, args=(theirs,))
+    child.start()
+    mine.send(Status.DONE)
+    mine.send_bytes(bytes(codec.encode(Status.DONE, weights_only=True).numpy()))
+    theirs.close()
+    print(codec.decode(memoryview(bytearray(mine.recv_bytes())), weights_only=True))
+    child.join()
+"""
+
+
+@pytest.mark.slow
+def test_a_class_of_the_script_is_allowed_under_the_name_that_a_spawned_process_gives_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    assert launching.python(script)[0] == "Status.DONE\n"
+
+
 @pytest.mark.usefixtures("allowed")
 @pytest.mark.parametrize("wrong", [3, "trees.Color", (Color, 3), (Color, "a", "b")])
 def test_what_is_no_class_or_function_cannot_be_allowed(wrong):
