@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +131,9 @@ class _Turn:
 class End:
     """One end of a queue.
 
+    Attributes:
+        is_cancelled: True once ``cancel`` or ``close`` was called.
+
     Raises:
         ValueError: An environment variable of easydist is malformed.
     """
@@ -138,7 +142,7 @@ class End:
         settings.check()
         self._lock = threading.RLock()  # an interrupt between acquiring it and recording so must not cause a deadlock
         self._turn = _Turn(self._lock)
-        self._is_cancelled = False
+        self.is_cancelled = False
         self._over = ""  # the reason why this end can no longer be used
         _all.add(self)
 
@@ -184,7 +188,7 @@ class End:
         while not self._sleep(look, pause if until is None else max(0.0, min(pause, until - time.monotonic()))):
             pause = _PAUSE
             keepalive.end_unreachable()
-            if self._is_cancelled:
+            if self.is_cancelled:
                 raise _ending("cancelled")
             if (fault := self._fault()) is not None:
                 if look():  # it came at the last moment
@@ -219,9 +223,10 @@ class End:
 
     def cancel(self) -> None:
         """End the waits of this end, now and in future."""
-        self._is_cancelled = True
-        if not self._over:
-            self._wake()
+        self.is_cancelled = True
+        with suppress(AttributeError):  # another thread is closing this end, which has no waits then
+            if not self._over:
+                self._wake()
 
     def close(self) -> None:
         """Close this end. In a forked child, or a second time, do nothing."""

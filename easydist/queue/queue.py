@@ -119,6 +119,11 @@ class MessageQueue:
         """True if this is the writer's end."""
         return isinstance(self._end, WriterEnd)
 
+    @property
+    def shutting_down(self) -> bool:
+        """True once ``cancel``, ``close`` or ``shutdown`` was called on this end."""
+        return self._end.is_cancelled
+
     def export_handle(self) -> Handle:
         """Return the handle that readers need to attach. It can be pickled, and contains the key of the queue."""
         return self._handle

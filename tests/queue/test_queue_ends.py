@@ -95,6 +95,22 @@ def test_waits_are_cancelled(pair, which, end):
         wait()
 
 
+@pytest.mark.parametrize("which", ["reader", "writer"])
+def test_an_end_is_cancelled_while_another_thread_closes_it(pair, which, monkeypatch):
+    queue = pair()[which == "reader"]
+    wake = type(queue._end)._wake
+
+    def late(end):
+        monkeypatch.undo()  # closing wakes the waits, too
+        in_thread(queue.close).join()
+        wake(end)
+
+    monkeypatch.setattr(type(queue._end), "_wake", late)
+    assert not queue.shutting_down
+    queue.cancel()
+    assert queue.shutting_down
+
+
 def test_a_cancelled_end_does_what_needs_no_wait(pair):
     writer, reader = pair()
     writer.cancel()
