@@ -102,6 +102,7 @@ class MessageQueue:
 
         Raises:
             ConnectionError: The writer cannot be reached.
+            PeerLostError: The writer's process has ended.
             RuntimeError: This rank has been used.
             TypeError: ``rank`` is not an integer.
             ValueError: This rank is not a reader of the queue.

@@ -24,7 +24,7 @@ class ReaderEnd(End):
         is_local: True if it shares memory with the writer.
 
     Raises:
-        OSError: The writer cannot be reached.
+        OSError: The writer cannot be reached; a PeerLostError if it has ended.
         RuntimeError: The rank has been used.
         ValueError: The rank is not a reader of the queue.
     """
@@ -54,6 +54,8 @@ class ReaderEnd(End):
         try:
             return Receiver(handle.address, handle.key, rank, own_record(), self._writer)
         except OSError as error:
+            if self._writer.has_ended():
+                raise lost(self._writer, "the writer") from error
             at = address_text(handle.address)
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise ConnectionError(

@@ -176,6 +176,8 @@ def test_writer_that_is_killed(is_local):
     assert seconds() < launching.within(0.5)
     assert caught.value.pid == process.pid
     process.join()
+    with pytest.raises(PeerLostError, match=f"the writer is lost: process {process.pid} on .* ended"):
+        MessageQueue.create_from_handle(reader.export_handle(), 0)
     reader.close()
 
 
