@@ -47,6 +47,9 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         ValueError: ``timeout`` is not positive, or the peer is not another rank of the group.
         OverlappingCallError: Another call of this process is under way in the group, in another thread or below it. But
             calls that autograd makes in several threads of one backward pass wait for one another.
+
+    Attributes:
+        thread: The thread that makes the call.
     """
 
     __slots__ = (
@@ -58,9 +61,9 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         "_peer",
         "_signals",
         "_site",
-        "_thread",
         "_timeout",
         "_turn",
+        "thread",
     )
     _is_call = _is_turn = True
 
@@ -75,7 +78,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
     ) -> None:
         self._comms, self._operation, self._peer, self._name, self._given = comms, operation, peer, name, site
         self._timeout = None if timeout is None else seconds(timeout, operation)
-        self._signals, self._thread, self._turn = _NO_SIGNALS, threading.get_ident(), False
+        self._signals, self.thread, self._turn = _NO_SIGNALS, threading.get_ident(), False
 
     def __enter__(self) -> Communicators:
         comms = self._comms
@@ -134,8 +137,8 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         lines = [
             f"{self._operation}: another call of the group is under way in this process",
-            f"  {names.get(other._thread)}: {other._operation} at {other._site}",
-            f"  {names.get(self._thread)}: {self._operation} at {self._site}",
+            f"  {names.get(other.thread)}: {other._operation} at {other._site}",
+            f"  {names.get(self.thread)}: {self._operation} at {self._site}",
             "All ranks make the calls of a group in the same order, so calls cannot overlap. Give each thread a "
             "group of its own (torch.distributed.new_group, passed as group=), and make no calls in a signal handler.",
         ]

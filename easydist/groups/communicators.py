@@ -62,6 +62,9 @@ _LARGE_SLOTS = (2 << 20, 1 << 19, 1 << 17)
 _SHORTEST = 0.05
 """The least seconds that are left for a call after its group was made."""
 
+_ENDS_WITHIN, _LOOK_EVERY = 2.0, 0.005
+"""Seconds within which the call of another thread ends once this process has left the group, and between two looks."""
+
 _ALWAYS = nullcontext()
 """The context for backends that wait in Python: Python handles signals during their waits without help."""
 
@@ -400,9 +403,19 @@ class Communicators:
             self._gloo.monitor = None
 
     def leave(self) -> None:
-        """Tell the other ranks that this one leaves the group; they end waits that need more of it."""
-        if self.size > 1:
-            self.monitor.announce_leaving()
+        """Tell the other ranks that this one leaves the group; they end waits that need more of it.
+
+        A call that another thread makes raises, too, before its memory is released; it gets some seconds for that.
+        """
+        if self.size == 1:
+            return
+        self.monitor.announce_leaving()
+        others = [call for call in tuple(self.under_way.values()) if call.thread != threading.get_ident()]
+        if others:
+            self.monitor.leave_for_good(self.monitor.left_by_this_process())
+        until = time.monotonic() + _ENDS_WITHIN
+        while any(call in self.under_way.values() for call in others) and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY)
 
     def stop(self) -> None:
         """Stop all transfers through shared memory, so that nothing writes to the caller's tensors after an error."""

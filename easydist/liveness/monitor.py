@@ -8,6 +8,8 @@ the same kind of error. ``docs/design/liveness.md`` states the rules.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 import weakref
@@ -363,6 +365,13 @@ class Monitor(GroupStatus):
     def recovers(self) -> None:
         """Leave the group for good, in order to recover it: ranks that wait in it hear of that, and come, too."""
         self.leave_for_good(self._own(texts.recovers(self.rank)))
+
+    def left_by_this_process(self) -> PeerLostError:
+        """Return the error for a call that this process makes while it leaves the group in another thread."""
+        pid, host = os.getpid(), socket.gethostname()
+        error = PeerLostError(texts.left(self.operation, self.rank, pid, host, []))
+        error.rank, error.pid, error.host = self.rank, pid, host
+        return error
 
     def leave_for_good(self, error: EasydistError) -> None:
         """Leave the group for good: ranks that wait for this one raise the error, in torch's own calls one of torch."""
