@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -207,7 +207,7 @@ def _known_to_ray(name: str) -> tuple[int, int]:
 
 
 def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout: Timeout = 300.0) -> None:
-    """Create a group of actors, from the driver or from any process that has their handles.
+    """Create a group of actors, from the driver or from any process that has their handles, such as one of them.
 
     The actors need no method for it, and may belong to several jobs of a cluster (detached ones, those of another
     driver). Their ranks follow the order of the list. After the loss of an actor, call it again with the replacement:
@@ -247,17 +247,40 @@ def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout:
     own, deadline = (group_name, limit, key), time.monotonic() + limit
     try:
         _put(key + _WANTED, "")
-        ranks = {actor.__ray_call__.remote(_join, size, rank, *own): rank for rank, actor in enumerate(actors)}
+        ranks = {_asked(ray, actor, size, rank, *own): rank for rank, actor in enumerate(actors)}
         while ranks:
-            done, _ = ray.wait([*ranks], timeout=max(0.0, deadline - time.monotonic()))
-            if not done or time.monotonic() > deadline:
+            done = _first_done(ray, ranks, deadline)
+            if done is None or time.monotonic() > deadline:
                 raise _silent(group_name, key, sorted(ranks.values()), size)
-            rank = ranks.pop(done[0])
-            if _is_joining(ray, done[0], rank, group_name):
+            rank = ranks.pop(done)
+            if _is_joining(ray, done, rank, group_name):
                 time.sleep(_POLL)
                 ranks[actors[rank].__ray_call__.remote(_joined, key)] = rank
     finally:
         _forget(key)  # and all keys that begin with it: members that still wait hear by that
+
+
+def _asked(ray: Any, actor: Any, *own: Any) -> Any:
+    """Ask an actor to join, and return the reference of its answer; if it is this one, which is busy, a future."""
+    context = ray.get_runtime_context()
+    if context.get_actor_id() is None or actor != context.current_actor:
+        return actor.__ray_call__.remote(_join, *own)
+    return _join_in_thread(*own)
+
+
+def _first_done(ray: Any, asked: Iterable[Any], deadline: float) -> Any:
+    """Return the reference or future of an answer that has come; None if none comes before the deadline."""
+    futures = [one for one in asked if isinstance(one, Future)]
+    refs = [one for one in asked if not isinstance(one, Future)]
+    while (left := deadline - time.monotonic()) > 0:
+        if done := next((one for one in futures if one.done()), None):
+            return done
+        pause = _POLL if futures else left
+        if not refs:
+            time.sleep(pause)
+        elif ready := ray.wait(refs, timeout=pause)[0]:
+            return ready[0]
+    return None
 
 
 def _join(actor: Any, *own: Any) -> _Outcome | str:
@@ -271,10 +294,15 @@ def _join(actor: Any, *own: Any) -> _Outcome | str:
     """
     if not inspect.getmembers(type(actor), _is_async):
         return _outcome(*own)
-    future = _joining[own[-1]] = Future[_Outcome]()
+    _joining[own[-1]] = _join_in_thread(*own)
+    return _JOINING
+
+
+def _join_in_thread(*own: Any) -> Future[_Outcome]:
+    future = Future[_Outcome]()
     joins = threading.Thread(target=lambda: future.set_result(_outcome(*own)), name="create_group", daemon=True)
     joins.start()
-    return _JOINING
+    return future
 
 
 def _is_async(method: Any) -> bool:
@@ -306,7 +334,7 @@ def _outcome(size: int, rank: int, name: str, timeout: float, key: str) -> _Outc
 def _is_joining(ray: Any, ref: Any, rank: int, name: str) -> bool:
     """True if a member has not joined yet; raise the error if one has ended its joining."""
     try:
-        found = ray.get(ref)
+        found = ref.result() if isinstance(ref, Future) else ray.get(ref)
     except ray.exceptions.RayActorError as error:
         lost = PeerLostError(f"group {name!r}: the actor of rank {rank} has died\nReplace it, and call create_group.")
         lost.rank = rank

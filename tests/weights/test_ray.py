@@ -219,6 +219,20 @@ def collective(rank, name):
     return moves(rank, "strange", 1, name)
 
 
+def leads(actor, others, seconds):
+    """Make a group of other actors and of this one, which is busy with that."""
+    me = ray.get_runtime_context().current_actor
+    easydist.ray.create_group([*others, me], "led", timeout=seconds)
+    sent = start(others, moves, "strange", len(others), "led")
+    return [moves(len(others), "strange", len(others), "led"), *ray.get(sent, timeout=seconds)]
+
+
+def test_an_actor_makes_a_group_with_itself(actors):
+    *others, leader = actors
+    made = leader.__ray_call__.remote(leads, others, within(60))
+    assert ray.get(made, timeout=within(120)) == [True] * 4
+
+
 def test_an_actor_that_is_there_twice_is_refused(actors):
     with pytest.raises(ValueError, match=r"^create_group: an actor is there twice, but has only one rank$"):
         easydist.ray.create_group([*actors[:2], actors[0]], "twice")
