@@ -105,9 +105,10 @@ class Actors:
         if self._placement is None:
             self._connection = connect(self._address, self._size * self.resources.get("CPU", 0))
         deadline = time.monotonic() + self.limit
-        if self._placement is None:
+        if len(ranks) == self._size:  # what was sent before is gone ten minutes later if no rank is left that uses it
             env = environment(self._asked_environment)  # a wrong one is refused before the wait for resources
-            self._placement = Placement(self._size, self.resources, self._strategy, self.limit, self._nodes)
+            if self._placement is None:
+                self._placement = Placement(self._size, self.resources, self._strategy, self.limit, self._nodes)
             self._environment = with_package(env, self._ship)  # nodes may have joined meanwhile
         for rank in ranks:
             self.end(rank)

@@ -394,6 +394,26 @@ def test_easydist_is_sent_to_the_nodes(shared):
         ranks.run(places)
 
 
+def packages():
+    """Return the names of what drivers have sent, and Ray still has."""
+    from ray.experimental.internal_kv import _internal_kv_list
+
+    return {*_internal_kv_list("gcs://_ray_pkg")}
+
+
+def test_easydist_is_sent_again_when_all_ranks_are_replaced(shared):
+    """Ray has dropped the package if no rank was left that used it."""
+    from ray.experimental.internal_kv import _internal_kv_del
+
+    with started(1, ship=True) as ranks:
+        sent = packages()
+        for name in sent:
+            _internal_kv_del(name)
+        assert not packages()
+        ranks.restart()
+        assert packages() == sent
+
+
 def test_another_version_of_torch_is_an_error(shared, tmp_path):
     (tmp_path / "torch-1.0.dist-info").mkdir()
     (tmp_path / "torch-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
