@@ -8,6 +8,7 @@ the name still points to the old one. The keys of a group that a driver creates 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -23,12 +24,12 @@ from typing import Any
 from easydist.agreement.calling import seconds
 from easydist.base.arguments import integer
 from easydist.base.wording import counted
-from easydist.errors import CollectiveTimeout, PeerLostError
+from easydist.errors import CollectiveTimeout, DisagreementError, PeerLostError
 from easydist.liveness.stored import decoded
 from easydist.liveness.timed_store import TimedStore, reached, served
 from easydist.transport.comm import Collectives
 from easydist.typing import Timeout
-from easydist.weights.group import CONNECT, Participant, PrivateGroup, is_given_up
+from easydist.weights.group import CONNECT, Participant, PrivateGroup, check_size, is_given_up
 
 _POLL = 0.02
 _NAMESPACE = "easydist"
@@ -80,6 +81,7 @@ def init_group(
 
     Raises:
         CollectiveTimeout: Members are missing; ``missing`` contains their ranks.
+        DisagreementError: Members pass different numbers of members.
         PeerLostError: A member ended while the others were joining.
         TypeError: ``rank`` or ``world_size`` is not an integer.
         ValueError: ``rank`` does not fit ``world_size``.
@@ -119,12 +121,12 @@ def _enter(
     if rank == 0:
         store = served(participant.host, 0, timeout)
         TimedStore(store).add("joined/0", 1, CONNECT)
-        _put(key, json.dumps([participant.host, store.port]))
+        _put(key, json.dumps([participant.host, store.port, participant.size]))
     else:
-        store = _found(key, rank, deadline, group_name, wait)
+        store = _found(key, participant, deadline, group_name, wait)
     try:
         _groups[group_name] = PrivateGroup(group_name, store, participant, deadline, timeout, wait)
-    except CollectiveTimeout:
+    except (CollectiveTimeout, DisagreementError):
         if rank == 0:
             _in_vain[group_name] = store
         raise
@@ -137,25 +139,39 @@ def _check_wanted(key: str, name: str) -> None:
     time.sleep(_POLL)
 
 
-def _found(key: str, rank: int, deadline: float, name: str, wait: Callable[[], None]) -> Any:
+def _found(key: str, participant: Participant, deadline: float, name: str, wait: Callable[[], None]) -> Any:
     """Return the store of a generation that this rank has not joined before."""
+    old = None
     while time.monotonic() < deadline:
         text = _get(key)
-        if text is not None:
-            try:
-                host, port = decoded(f"the address of group {name!r}", text, (str, int))
-                store = reached(host, port, CONNECT)
-                if not is_given_up(store) and TimedStore(store).add(f"joined/{rank}", 1, CONNECT) == 1:
+        if text not in (None, old):
+            with contextlib.suppress(RuntimeError):  # of an earlier generation: its rank 0 has ended
+                if (store := _entered(text, participant, name)) is not None:
                     return store
-            except RuntimeError:  # of an earlier generation: its rank 0 has ended
-                pass
+                old = text  # not asked again: it may end meanwhile, which takes seconds to notice
         wait()
     error = CollectiveTimeout(
-        f"group {name!r}: rank 0 did not come in time, or another process is already rank {rank}\nAll members have to "
-        "call init_group, each with a rank of its own."
+        f"group {name!r}: rank 0 did not come in time, or another process is already rank {participant.rank}\nAll "
+        "members have to call init_group, each with a rank of its own."
     )
     error.missing = (0,)
     raise error
+
+
+def _entered(text: str, participant: Participant, name: str) -> Any:
+    """Return the store at an address if this rank can join its generation; None if all have, or it has itself before.
+
+    Raises:
+        DisagreementError: The generation waits for another number of members.
+        RuntimeError: The store is gone.
+    """
+    host, port, size = decoded(f"the address of group {name!r}", text, (str, int, int))
+    store = reached(host, port, CONNECT)
+    joined = TimedStore(store)
+    if is_given_up(store) or joined.check([f"joined/{rank}" for rank in range(size)]):
+        return None
+    check_size(name, store, participant, size)
+    return store if joined.add(f"joined/{participant.rank}", 1, CONNECT) == 1 else None
 
 
 def destroy_group(group_name: str = "default") -> None:

@@ -6,6 +6,7 @@ the next generation of the group is simply another group.
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed import Store
 
-from easydist.errors import CollectiveTimeout
+from easydist.errors import CollectiveTimeout, DisagreementError
 from easydist.groups.communicators import Communicators
 from easydist.groups.connecting import gloo_group
 from easydist.groups.rendezvous import Rendezvous
@@ -26,6 +27,9 @@ from easydist.transport.comm import Collectives
 
 _ABANDONED = "abandoned"
 """The key that is set once a member has given up waiting for others."""
+
+_REFUSED = "refused"
+"""The key of the text of a member that was told another number of members than rank 0."""
 
 _LOST = (
     "The group cannot continue without it. Replace the process, and make the group again: call create_group in the "
@@ -69,6 +73,7 @@ class PrivateGroup:
 
     Raises:
         CollectiveTimeout: Ranks are missing; the text and ``missing`` name them.
+        DisagreementError: A member was told another number of members.
         PeerLostError: A member that had joined has ended, or the store has.
 
     Attributes:
@@ -86,10 +91,11 @@ class PrivateGroup:
     ) -> None:
         self._store, what, (rank, size, host) = store, f"group {name!r}", participant
         left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
-        with Rendezvous(store, rank, size, left, name=what, advice=_ADVICE, look=wait) as rendezvous:
+        look = wait if rank else functools.partial(_look, TimedStore(store), wait)
+        with Rendezvous(store, rank, size, left, name=what, advice=_ADVICE, look=look) as rendezvous:
             try:
                 rendezvous.introduce(False)
-            except CollectiveTimeout as error:
+            except (CollectiveTimeout, DisagreementError) as error:
                 TimedStore(store).set(_ABANDONED, "")
                 rendezvous.monitor.give_up(error)  # to those that have come: all of them raise it
                 rendezvous.monitor.is_awaited = False  # so this rank's record stays, by which they find the report
@@ -113,3 +119,31 @@ class PrivateGroup:
 def is_given_up(store: Store) -> bool:
     """True if a member has given up waiting for the others."""
     return TimedStore(store).check([_ABANDONED])
+
+
+def check_size(name: str, store: Store, participant: Participant, size: int) -> None:
+    """Check that a member was told the same number of members as rank 0, which waits for it; all members raise.
+
+    Args:
+        name: The name of the group.
+        store: The store of the group.
+        participant: The member.
+        size: The number that rank 0 was told.
+
+    Raises:
+        DisagreementError: It is another one.
+    """
+    if participant.size == size:
+        return
+    text = (
+        f"group {name!r}: ranks disagree on the number of members\n  rank 0: {size}   rank {participant.rank}: "
+        f"{participant.size}\nAll members have to call init_group with the same world_size."
+    )
+    TimedStore(store).set(_REFUSED, text)
+    raise DisagreementError(text)
+
+
+def _look(store: TimedStore, wait: Callable[[], None]) -> None:
+    wait()
+    if (text := store.get(_REFUSED)) is not None:
+        raise DisagreementError(text.decode())

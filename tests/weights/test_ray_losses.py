@@ -159,6 +159,27 @@ def test_members_that_do_not_come_are_named(actors):
     assert each(actors[:3], sync, "incomplete", 1) == [[1.0] * 3] * 3
 
 
+def enters(rank, size, name):
+    return outcome(lambda: easydist.ray.init_group(size, rank, name, timeout=60.0))
+
+
+def test_members_that_disagree_on_their_number_hear_of_it(actors):
+    text = (
+        "group 'unequal': ranks disagree on the number of members\n  rank 0: 3   rank 2: 4\nAll members have to call "
+    )
+    other = actors[2].__ray_call__.remote(lambda _: enters(2, 4, "unequal"))
+    found = ray.get([*start(actors[:2], enters, 3, "unequal"), other], timeout=within(20))
+    assert all(kind == "DisagreementError" and said.startswith(text) for kind, said in found), found
+
+
+def test_a_new_member_that_comes_first_waits_for_a_larger_group(actors):
+    each(actors[:2], enters, 2, "grows")
+    late = actors[2].__ray_call__.remote(lambda _: enters(2, 3, "grows"))
+    assert ray.wait([late], timeout=0.2)[0] == []  # it does not enter the group of two
+    ray.get([*start(actors[:2], enters, 3, "grows"), late], timeout=within(20))
+    assert each(actors[:3], sync, "grows", 2) == [[2.0] * 3] * 3
+
+
 # --- versions
 
 
