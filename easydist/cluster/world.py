@@ -22,7 +22,7 @@ from easydist.liveness.status import nothing
 from easydist.liveness.timed_store import TimedStore
 from easydist.state import ProcessState
 from easydist.state.environment import launched
-from easydist.state.groups import store_of_group
+from easydist.state.groups import forget_store, store_of_group
 
 _ANSWERS = 1.0
 """Seconds within which the store of a world answers the driver."""
@@ -95,6 +95,7 @@ def enter(variables: dict[str, str], address: str) -> None:
         RuntimeError: The store of the world cannot be reached.
     """
     _leave()
+    forget_store()
     os.environ.update(variables)
     if (name := interface(address)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -179,3 +180,4 @@ def tell_of_loss(variables: dict[str, str], error: PeerLostError) -> None:
     with contextlib.suppress(RuntimeError):
         store = PrefixStore("easydist", store_of_group(world, _ANSWERS, nothing, variables))
         Monitor(world.rank, world.size, _ANSWERS, TimedStore(store), "default").leave_for_good(error)
+    forget_store(world)

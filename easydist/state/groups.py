@@ -237,3 +237,13 @@ def store_of_group(
         _stores[world] = store
     # A second group must not see keys of the first; ranks of a new world may have made groups in others.
     return PrefixStore(f"easydist/{restart_key(env)}/{_made.count(world)}", store)
+
+
+def forget_store(world: World | None = None) -> None:
+    """Close the connection to the store of a world, unless a group uses it.
+
+    Args:
+        world: The world; None for all.
+    """
+    for one in [*_stores] if world is None else [world]:
+        _stores.pop(one, None)

@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -177,6 +178,29 @@ def test_a_failure_is_raised_once_and_the_others_hear(ranks, how):
 class Speechless(Exception):
     def __str__(self):
         raise LookupError
+
+
+def fails_at_once():
+    raise ValueError
+
+
+def sockets():
+    gc.collect()
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sum(os.path.exists(link) and os.readlink(link).startswith("socket:") for link in links)
+
+
+def test_a_new_world_keeps_no_connection_of_the_old_one(ranks):
+    def once():
+        with pytest.raises(RemoteError):
+            ranks.run(fails_at_once)
+        return ranks.run(gathered)
+
+    assert once() == once() == [[0, 1, 2]] * 3
+    before = ranks.run(sockets)
+    for _ in range(6):
+        once()
+    assert all(now <= then + 3 for now, then in zip(ranks.run(sockets), before, strict=True))
 
 
 def fails_without_words():
