@@ -60,9 +60,9 @@ def launch(arguments: Sequence[str]) -> int:
     options.check_settings()
     if args.on is not None:
         return on_ray.launch(args) if args.on == "ray" else on_slurm.launch(args, _command(args))
-    options.check_values(args)
     with home() as folder:
-        args.log_dir = args.log_dir or os.path.join(folder, "logs")
+        args.log_dir = args.log_dir or os.path.join(folder, "logs")  # without one, torch makes a folder that stays
+        options.check_values(args)
         if args.survivors:
             _let_survivors_go_on(args, folder)
         _tie(args, folder)

@@ -189,7 +189,7 @@ def test_ctrl_c_ends_ranks_and_removes_the_folder(tmp_path):
     process.send_signal(signal.SIGINT)
     launching.finished(process)
     assert process.returncode == 130
-    assert not list(tmp_path.glob("easydist-run-*"))
+    assert not list(tmp_path.glob("easydist-run-*")) + list(tmp_path.glob("torchelastic_*"))
 
 
 @pytest.mark.slow
