@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _BEGINNING = "Traceback (most recent call last):"
+_IN_GROUP = "  | "
+"""The beginning of a line of a group of exceptions; those of its members are indented further."""
+
 _CHAINED = ("During handling of the above", "The above exception was")
 _BECAUSE_OF_OTHERS = ("easydist.errors.RemoteError", "easydist.errors.PeerLostError")
 _LINES = 20
@@ -35,7 +38,8 @@ def report(failures: Mapping[int, ProcessFailure], logs: Path) -> int:
         logs: The folder in which torchrun has kept the ranks' output.
     """
     said = {rank: _said(failure, logs) for rank, failure in failures.items()}
-    first, *others = sorted(failures, key=lambda rank: _order(failures[rank], said[rank]))
+    noticed = next(iter(failures))  # torchrun names those that ended by themselves before those that it then ended
+    first, *others = sorted(failures, key=lambda rank: _order(failures[rank], said[rank], rank == noticed))
     when = "because of another rank" if _is_because_of_others(said[first][1]) else "first"
     click.echo(f"\nRank {first} failed {when}: {_how(failures[first], said[first][1])}.", err=True)
     click.echo(traceback_in(said[first][1]) or _nothing(failures[first]), err=True)
@@ -70,9 +74,9 @@ def _said(failure: ProcessFailure, logs: Path) -> tuple[float, str]:
         return time, file.read()
 
 
-def _order(failure: ProcessFailure, said: tuple[float, str]) -> tuple[bool, bool, float]:
+def _order(failure: ProcessFailure, said: tuple[float, str], is_noticed: bool) -> tuple[bool, bool, float]:
     """Sort failures caused by other ranks last, and ranks that the launcher ended after those that ended themselves."""
-    was_ended = failure.exitcode == -signal.SIGTERM
+    was_ended = failure.exitcode == -signal.SIGTERM and not is_noticed
     is_no_cause = _is_because_of_others(said[1]) or (was_ended and not _was_ending(failure, said[1]))
     return is_no_cause, was_ended, said[0]
 
@@ -100,9 +104,15 @@ def _nothing(failure: ProcessFailure) -> str:
 
 def _last_line(text: str) -> str:
     """Return the last unindented line of the last traceback, which names the exception."""
-    lines = [line for line in traceback_in(text).splitlines() if line and not line[0].isspace()]
+    lines = [line.removeprefix(_IN_GROUP) for line in traceback_in(text).splitlines()]
+    lines = [line for line in lines if line and not line[0].isspace()]
     named = [line for line in lines if line.partition(":")[0].replace(".", "").isidentifier()]
     return named[-1] if named else ""
+
+
+def _is_in_group(line: str) -> bool:
+    """True if a line belongs to a member of a group of exceptions."""
+    return line.lstrip().startswith("|")
 
 
 def traceback_in(text: str) -> str:
@@ -119,7 +129,7 @@ def traceback_in(text: str) -> str:
         True
     """
     lines = _OF_TORCH.sub("", text).rstrip().splitlines()
-    starts = [number for number, line in enumerate(lines) if line.lstrip(" +|").endswith(_BEGINNING)]
+    starts = [number for number, line in enumerate(lines) if line.endswith(_BEGINNING) and not _is_in_group(line)]
     if not starts:
         return "\n".join(lines[-_LINES:])
     start = starts.pop()

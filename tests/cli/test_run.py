@@ -190,11 +190,22 @@ def test_a_rank_that_the_system_kills_is_the_first_and_one_that_the_launcher_end
         os.utime(folder / "stderr.log", (second, second))
         return ProcessFailure(rank, 100 + rank, status, "")
 
-    failures = {0: failure(0, -signal.SIGTERM, 1), 1: failure(1, 1, 3), 2: failure(2, -signal.SIGKILL, 2)}
+    failures = {1: failure(1, 1, 3), 2: failure(2, -signal.SIGKILL, 2), 0: failure(0, -signal.SIGTERM, 1)}
     assert report(failures, tmp_path) == 128 + signal.SIGKILL
     err = capsys.readouterr().err
     assert err.startswith("\nRank 2 failed first: process 102 was killed by SIGKILL.\nIt left no traceback. The system")
     assert err.index("Rank 1:") < err.index("Rank 0:")
+
+
+def test_of_ranks_that_sigterm_has_ended_the_one_that_torchrun_has_noticed_first_has_failed_first(tmp_path, capsys):
+    """torchrun has ended the other one then."""
+    for rank in (0, 1):
+        (folder := tmp_path / "run" / "attempt_0" / str(rank)).mkdir(parents=True)
+        (folder / "stderr.log").touch()
+        os.utime(folder / "stderr.log", (rank, rank))
+    failures = {rank: ProcessFailure(rank, 100 + rank, -signal.SIGTERM, "") for rank in (1, 0)}
+    assert report(failures, tmp_path) == 128 + signal.SIGTERM
+    assert "Rank 1 failed first: process 101 was killed by SIGTERM." in capsys.readouterr().err
 
 
 def test_only_the_end_of_a_long_output_is_read(tmp_path, capsys):
@@ -440,6 +451,32 @@ def test_a_traceback_is_shown_with_those_that_led_to_it_and_no_others():
     first, second, third = (f"Traceback (most recent call last):\n  here\n{name}: text" for name in ("A", "B", "C"))
     chained = f"{second}\n\nDuring handling of the above exception, another exception occurred:\n\n{third}"
     assert traceback_in(f"{first}\n\na line\n\n{chained}\n") == chained
+
+
+GROUP = """  + Exception Group Traceback (most recent call last):
+  |   File "train.py", line 6, in <module>
+  | ExceptionGroup: two losses (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "train.py", line 2, in first
+    | ValueError: bad data
+    +---------------- 2 ----------------
+    | Exception Group Traceback (most recent call last):
+    |   File "train.py", line 4, in second
+    | ExceptionGroup: nested (1 sub-exception)
+    +-+---------------- 1 ----------------
+      | KeyError: 'key'
+      +------------------------------------"""
+
+
+def test_a_group_of_exceptions_is_shown_with_all_its_members(tmp_path, capsys):
+    for rank in (0, 1):
+        (folder := tmp_path / "run" / "attempt_0" / str(rank)).mkdir(parents=True)
+        (folder / "stderr.log").write_text("".join(f"[rank{rank}]: {line}\n" for line in GROUP.splitlines()))
+    assert report({rank: ProcessFailure(rank, 100, 1, "") for rank in (0, 1)}, tmp_path) == 1
+    err = capsys.readouterr().err
+    assert f"exit status 1.\n{GROUP}\n" in err
+    assert err.endswith("exit status 1. ExceptionGroup: two losses (2 sub-exceptions)\n")
 
 
 @pytest.mark.parametrize(
