@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import builtins
 import contextlib
 import linecache
 import os
 import signal
 import sys
+import traceback
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,6 +29,8 @@ _CANNOT_ASK = (
     "ranks cannot ask; ask in a cell of the notebook itself, and give the answer to all ranks: "
     "answer = input(), then %push answer"
 )
+
+_Group: Any = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.10 has none
 
 _INNER = "<easydist>"
 """The file name of requests that have no source."""
@@ -79,6 +83,8 @@ class _Shell(ZMQInteractiveShell):
         _cut_causes(value)
         if value.__traceback__ is None:  # an error in a request without source
             self._showtraceback(kind, value, self.InteractiveTB.get_exception_only(kind, value))
+        elif _has_group(value):  # IPython would print it, and send no error
+            self._showtraceback(kind, value, traceback.format_exception(value))
         else:
             super().showtraceback((kind, value, value.__traceback__), *args, **kwargs | {"tb_offset": 0})
 
@@ -219,8 +225,16 @@ def started(connection_file: str, folder: str) -> Iterator[Any]:
         loop.close()
 
 
+def _has_group(error: BaseException | None) -> bool:
+    """True if an error, or one that led to it, is a group of exceptions."""
+    return error is not None and (isinstance(error, _Group) or _has_group(error.__context__))
+
+
 def _cut_causes(error: BaseException) -> None:
     """Remove causes of an error that lie inside easydist and torch; of the others, keep the user's frames."""
+    for member in error.exceptions if isinstance(error, _Group) else ():
+        member.__traceback__ = _users_part(member.__traceback__)
+        _cut_causes(member)
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is None:
         return

@@ -35,6 +35,8 @@ class RankMagics(Magics):
     def push(self, line: str) -> None:
         """Send values of the notebook to all ranks: ``%push model batch_size``."""
         names, cluster, own = line.replace(",", " ").split(), self._cluster(), self.shell.user_ns
+        if not names:
+            raise UsageError("%push: name the variables to send, as in %push model batch_size")
         if missing := [name for name in names if name not in own]:
             raise UsageError(f"%push: the notebook has no {', '.join(missing)}")
         cluster.push_all({name: own[name] for name in names})

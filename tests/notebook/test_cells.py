@@ -1,6 +1,7 @@
 """Cells on the ranks of a real notebook kernel: what they show, how they fail, and that ranks are not left waiting."""
 
 import ast
+import builtins
 import re
 
 import pytest
@@ -92,6 +93,17 @@ def test_an_exception_on_all_ranks_shows_once(nb):
     assert all(f"ValueError: {rank}" in text for rank in range(3))
 
 
+@pytest.mark.skipif(not hasattr(builtins, "ExceptionGroup"), reason="needs Python 3.11")
+def test_a_group_of_exceptions_is_an_error_with_the_users_part_of_its_members(nb):
+    source = "async def f(): easydist.gather('text')\nasync with asyncio.TaskGroup() as tasks: tasks.create_task(f())"
+    shown = nb.run(f"%%ranks\nimport asyncio\n{source}")
+    assert shown.error.startswith("ranks 0–2 raised\n  + Exception Group Traceback (most recent call last):\n")
+    assert f'"<cell {shown.number}>", line 3, in f\n' in shown.error
+    assert shown.error.count("TypeError: gather: ") == 1
+    assert "easydist/" not in shown.error
+    assert not shown.err
+
+
 def test_a_collective_that_others_do_not_join_is_an_error_that_says_so(nb):
     text = nb.bad("%%ranks 0,2\nprint(rank)\neasydist.gather(torch.ones(1))")
     assert text.splitlines()[1:] == [
@@ -158,6 +170,7 @@ def test_values_move_between_the_notebook_and_the_ranks(nb):
     assert "cluster.pull('module', weights_only=False)" in nb.bad("%pull module")
     assert nb.good("len(cluster.pull('module', weights_only=False))").results[0]["text/plain"] == "3"
     assert "the notebook has no nothing" in nb.run("%push nothing").err
+    assert "%push: name the variables to send" in nb.run("%push").err
     nb.good("ranks, self = [2], 5\n%push ranks self")  # names that cluster.push has itself
     assert nb.good("%%ranks\n(ranks, self)").lines == ["ranks 0–2: ([2], 5)"]
 
