@@ -177,6 +177,8 @@ class Cell:
         if self._stop_at < float("inf"):
             raise CellInterrupted(self._interrupted())
         lost = [rank for rank in self._failed if self.outcomes[rank].status == "lost"]
+        if self._failed and all(map(self._waited_for_the_lost, self._failed)):  # which do not run this cell
+            lost = sorted(self._gone())
         if lost:
             raise self._lost(lost)
         raised = [rank for rank in self._failed if not self._is_released(rank)]
@@ -224,7 +226,8 @@ class Cell:
         return " and ".join(texts) or "a rank of its group that does not come"
 
     def _lost(self, lost: Sequence[int]) -> RankLostError:
-        ended = [self._ranks[rank] for rank in lost]
+        everyone = {rank.rank: rank for rank in self._everyone}
+        ended = [everyone[rank] for rank in lost]
         texts = [f"{named([one.rank])} is lost: process {one.pid} ended ({one.end()})" for one in ended]
         released = self._released()
         if heard := [rank for rank in self._failed if self._has_heard(rank)]:
@@ -241,6 +244,14 @@ class Cell:
         """True if a wait of the rank has ended by itself because another one is lost."""
         outcome = self.outcomes[rank]
         return outcome.wait is None and outcome.error.get("ename") == "PeerLostError"
+
+    def _gone(self) -> set[int]:
+        return {rank.rank for rank in self._everyone if rank.has_ended}
+
+    def _waited_for_the_lost(self, rank: int) -> bool:
+        """True if the rank only waited for one that is lost, and has heard of that, or was released."""
+        wait, gone = self.outcomes[rank].wait, self._gone()
+        return not gone.isdisjoint(wait.missing) if wait is not None else self._has_heard(rank) and bool(gone)
 
     def _interrupted(self) -> str:
         if busy := self.running:

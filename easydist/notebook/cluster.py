@@ -315,29 +315,38 @@ class Cluster:
             rank.interrupt()
 
     def restart(self, ranks: Collection[int] | None = None) -> None:
-        """Start ranks again, in fresh processes. The others keep their variables.
+        """Start ranks again, in fresh processes. The others keep their variables, also if it fails or is interrupted.
 
         Args:
-            ranks: The ranks to restart; None: all.
+            ranks: The ranks to restart; None: all. If they do not start, they stay lost, and can be restarted.
 
         Raises:
             ValueError: There is no such rank.
             RuntimeError: The cluster is stopped, other ranks are lost or busy, or a rank did not start.
-            CollectiveTimeout: The Ray cluster has no resources for them; they stay lost.
+            CollectiveTimeout: The Ray cluster has no resources for them.
         """
         with self._lock:
             again = sorted(range(self.size) if ranks is None else set(integers("ranks", ranks, "a list of ranks")))
             self._demand(again)
             self._demand_the_others(again)
-            for rank in self._ranks:
-                if rank.rank in again:
-                    rank.close()
+            ended = {rank.rank: rank for rank in self._ranks if rank.rank in again}
+            for rank in ended.values():
+                rank.close()
             meetings = self._meetings(again)  # if this fails, they stay lost
             try:
                 self._begin(again, meetings)
             except BaseException:
-                self.stop()
+                self._give_up_start(ended)
                 raise
+
+    def _give_up_start(self, ended: Mapping[int, RankHandle]) -> None:
+        """Let these ranks stay lost, whether or not a process has begun in place of theirs."""
+        for rank in self._ranks:
+            if rank.rank in ended:
+                rank.close()
+                rank.unanswered = set()
+        known = {rank.rank: rank for rank in self._ranks}
+        self._ranks = [rank for _, rank in sorted({**ended, **known}.items())]
 
     def _demand_the_others(self, ranks: Sequence[int]) -> None:
         """Make sure that all other ranks can meet these.

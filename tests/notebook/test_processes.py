@@ -36,6 +36,11 @@ def test_a_killed_rank_is_named_and_replaced(nb):
     assert any(f"\nrank 0 waited for {end}\n" in text for end in ends)
     assert "cluster.restart(ranks=[1])" in text
     assert "rank 1 is lost" in nb.bad("%%ranks\nkept")
+    text = nb.bad("%%ranks 0\neasydist.gather(1.0)")  # an error of the others would advise recover()
+    assert text.startswith("rank 1 is lost: process ")
+    assert "cluster.restart(ranks=[1])" in text
+    assert "recover" not in text
+    assert "ValueError: own" in nb.bad("%%ranks 0\nraise ValueError('own')")
     assert "cluster.restart(ranks=[0, 1])" in nb.bad("cluster.restart(ranks=[0])")
     assert nb.good("%%ranks 0\nkept").lines == ["rank 0: 7"]
     assert "killed by SIGKILL" in nb.good("cluster").results[0]["text/html"]
@@ -53,6 +58,24 @@ def test_groups_of_the_user_are_renewed_where_all_their_ranks_know_them(nb):
     nb.good("cluster.restart(ranks=[0])", 60)
     assert "can no longer be used" in nb.bad("%%ranks 1\ndist.barrier(pair)")
     nb.good("%%ranks\nimport torch.distributed as dist\ndist.barrier(dist.new_group([0, 1], backend='easydist_shm'))")
+
+
+def test_an_interrupted_restart_can_be_repeated_and_ends_no_other_rank(nb):
+    nb.good("%%ranks\nkept = 7")
+    before, asked = set(nb.processes()), []
+
+    def interrupt(shown):
+        if "ready" in shown.out and not asked:
+            until(lambda: set(nb.processes()) - before)
+            asked.append(True)
+            nb.manager.interrupt_kernel()
+
+    assert "KeyboardInterrupt" in nb.bad("print('ready')\ncluster.restart(ranks=[1])", 60, interrupt)
+    assert nb.good("%%ranks 0\nkept").lines == ["rank 0: 7"]
+    assert "rank 1 is lost: cluster.restart(ranks=[1]) replaces it" in nb.bad("%%ranks\nkept")
+    nb.good("cluster.status()")
+    nb.good("cluster.restart(ranks=[1])", 60)
+    assert nb.good("%%ranks\neasydist.gather_object([globals().get('kept')])").lines == ["ranks 0–1: [7, None]"]
 
 
 def test_all_ranks_are_started_again(nb):
