@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ from easydist.errors import PeerLostError, RemoteError
 
 if TYPE_CHECKING:
     from easydist.notebook.rank import RankHandle
+
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 class _Short:
@@ -26,7 +29,7 @@ class CellError(_Short, RemoteError):
         ranks: The ranks that raised the same.
         ename: The exception's class on the rank; empty if none has raised.
         evalue: Its text.
-        traceback: The rank's traceback, as lines with colours.
+        traceback: The rank's traceback, as lines with colours. A plain program shows it below the error.
         note: Information about other ranks: the released ones, and what to do.
     """
 
@@ -37,6 +40,8 @@ class CellError(_Short, RemoteError):
         self.traceback, self.note = list(traceback), note
         raised = [f"{named(ranks)}: {ename}: {evalue}"] if ename else []
         super().__init__("\n".join([*raised, *filter(None, [note])]))
+        if traceback:  # which a notebook renders, and Python shows as a note
+            vars(self)["__notes__"] = [_COLOUR.sub("", "\n".join(traceback))]
 
     def __reduce__(self) -> tuple[object, ...]:
         return CellError, (self.ranks, self.ename, self.evalue, self.traceback, self.note)

@@ -218,15 +218,18 @@ if __name__ == "__main__":
         cluster.execute("x * world_size")
         print(cluster.run(whoami), cluster.pull("x"), cluster)
     print(cluster)
-    notebook.start(1)
+    notebook.start(1).execute("def f():\\n    return 1 / 0\\nf()")
 """
 
 
 @pytest.mark.battery
 def test_a_plain_program_may_have_ranks_too(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    out, _ = python(tmp_path / "script.py")
+    out, err = python(tmp_path / "script.py", status=1)
     assert out.splitlines() == ["ranks 0–1: 6", "[0, 1] [3, 3] <Cluster of 2 ranks>", "<Cluster, stopped>"]
+    assert "CellError: rank 0: ZeroDivisionError: division by zero\n" in err
+    if sys.version_info >= (3, 11):  # which shows the notes of an error
+        assert "----> 2     return 1 / 0\n" in err
 
 
 ODD_PATHS = """
