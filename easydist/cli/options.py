@@ -72,6 +72,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _fail(message: str) -> NoReturn:
+    if message.endswith("required: training_script, training_script_args"):  # the names of torchrun
+        raise click.UsageError("Missing argument 'SCRIPT [ARGUMENTS]...'.")
     hint = ': write --slurm="--time=60"' if message.startswith("argument --slurm:") else ""
     raise click.UsageError(message + hint)
 

@@ -434,6 +434,12 @@ def test_a_limit_of_open_files_that_is_too_low_is_named(monkeypatch, capsys):
     )
 
 
+@pytest.mark.parametrize("options", [(), ("-n", "2"), ("-m",), ("--on", "slurm")])
+def test_a_missing_script_is_named_as_in_the_help(options):
+    said = CliRunner().invoke(main, ["run", *options])
+    assert (said.exit_code, "Error: Missing argument 'SCRIPT [ARGUMENTS]...'." in said.output) == (2, True), said.output
+
+
 def test_a_script_that_is_not_there_is_said_at_once():
     said = CliRunner().invoke(main, ["run", "package.train"])
     assert said.exit_code == 2
