@@ -194,7 +194,7 @@ class Rendezvous:
         if backend is None or any(failures):
             # The memory of a rank that has ended cannot be attached, either.
             raise self.monitor.in_vain() or self._impossible([text for text in failures if text], instead)
-        self.monitor.bystanders = functools.partial(_bystanders, weakref.ref(backend))
+        self.monitor.parts = functools.partial(_parts, weakref.ref(backend))
         self.monitor.end()
         return backend
 
@@ -274,10 +274,10 @@ class Rendezvous:
         return RuntimeError(f"{self._name} needs memory that all ranks share: {'; '.join(reasons)}. {instead}")
 
 
-def _bystanders(backend: weakref.ref[Shm], ranks: Iterable[int]) -> Sequence[int]:
-    """Do as ``Shm.bystanders``; the monitor must not keep the memory of a group that is dropped."""
+def _parts(backend: weakref.ref[Shm], awaited: Sequence[int]) -> dict[int, bool | None] | None:
+    """Do as ``Shm.parts``; the monitor must not keep the memory of a group that is dropped."""
     shm = backend()
-    return [] if shm is None else shm.bystanders(ranks)
+    return None if shm is None else shm.parts(awaited)
 
 
 def site() -> str:

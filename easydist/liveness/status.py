@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError, PeerLostError, RemoteError
@@ -62,7 +62,9 @@ class GroupStatus(GroupProtocol):
         advice: The advice for the user after an error.
         unreached: The words for the place of the store while this rank tries to reach it, and True if rank 0 serves
             it; None otherwise.
-        bystanders: Returns those of some ranks that have begun the operation, but wait for nothing.
+        parts: Takes the awaited ranks, and returns by rank what the others do about the operation for which this rank
+            waits: True if they wait, False if they have begun it, but wait for nothing, None if they have not begun it.
+            Returns None if the numbers of the calls tell who has come.
         crossing: The messages to and from the other ranks, and the wait for one of them.
         elder: The status of another group of the same ranks, which have met there; None if there is none. It shows
             who has ended or left as long as the ranks have not met in this group.
@@ -74,7 +76,7 @@ class GroupStatus(GroupProtocol):
         self.peers = {r: Peer(r) for r in range(size) if r != rank}
         self.sync_signals: Callable[[], None] = nothing
         self.advice = texts.RECONNECTS
-        self.bystanders: Callable[[Iterable[int]], Sequence[int]] = _none
+        self.parts: Callable[[Sequence[int]], Mapping[int, bool | None] | None] = _unknown
         self.elder: GroupStatus | None = None
         self._page = own_page() if size > 1 else None
         self.entry = self._page.new_entry() if self._page else -1
@@ -426,20 +428,25 @@ class GroupStatus(GroupProtocol):
         """
         if self.unreached is not None:
             return self._late_store(*self.unreached, seconds, advice)
-        awaited = awaited if self.peer is None else [self.peer]
-        numbers = {rank: self._heard_of(self.peers[rank]) for rank in awaited if rank in self.peers}
-        idle = self.bystanders(self.peers)
-        unknown = [rank for rank, number in numbers.items() if number is None]
-        missing = [rank for rank, number in numbers.items() if number is not None and number < self.number]
-        missing = missing if self.peer is None or unknown else [self.peer]
-        missing = [rank for rank in missing if rank not in idle]
-        shown = [r for r in range(self.size) if self.size <= _ROWS or r in missing or r in unknown]
+        parts = self.parts(awaited)
+        missing, unknown = self._absent(awaited) if parts is None else ([r for r in parts if parts[r] is None], [])
+        idle = [rank for rank, waits in (parts or {}).items() if waits is False]
+        involved = range(self.size) if parts is None else sorted([self.rank, *parts])
+        shown = [r for r in involved if self.size <= _ROWS or r in missing or r in unknown]
         rows = [self._row(rank, rank in missing, rank in unknown, rank in idle) for rank in shown]
         store = (self._store if self._is_cut_off or unknown else None) or (self._lost_store if unknown else None)
         todo = ([] if store is None else [self._about(store)]) + [advice or self.advice.late]
         error = CollectiveTimeout(texts.late(self.operation, missing, unknown, self.size, seconds, rows[:_ROWS], todo))
         error.missing = tuple(missing)
         return error
+
+    def _absent(self, awaited: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the awaited ranks that have not begun the call, and those that cannot be observed."""
+        awaited = awaited if self.peer is None else [self.peer]
+        numbers = {rank: self._heard_of(self.peers[rank]) for rank in awaited if rank in self.peers}
+        unknown = [rank for rank, number in numbers.items() if number is None]
+        missing = [rank for rank, number in numbers.items() if number is not None and number < self.number]
+        return missing if self.peer is None or unknown else [self.peer], unknown
 
     def _late_store(self, where: str, is_served_by_rank_0: bool, seconds: float, advice: str) -> CollectiveTimeout:
         row = texts.row(self.rank, f"waits in {self._place.decode()}", "")
@@ -513,9 +520,8 @@ def recovered_by(peer: Peer) -> str:
     return next((one.name for one in _others() if any(other.is_in(entry, peer) for other in one.peers.values())), "")
 
 
-def _none(ranks: Iterable[int]) -> Sequence[int]:
-    """Return no rank: the default where it is not known what the ranks have begun."""
-    return ()
+def _unknown(awaited: Sequence[int]) -> None:
+    """Return None: the default where the numbers of the calls tell who has come."""
 
 
 def nothing() -> None:

@@ -112,7 +112,7 @@ class Slots:
         self._fence, self._release = self.futex.fence, self.futex.release
         self._step_at = [self._cell(r, _STEP) for r in range(size)]
         self._own_step = self._step_at[rank]
-        self._own_begun, self._own_waits = self._cell(rank, BEGUN), self._cell(rank, _WAITS)
+        self._own_waits = self._cell(rank, _WAITS)
         # Ranks r and r + 32 share a bit: one of them is woken for nothing, looks, and sleeps again.
         self._asleep_at = [(1 << r % 32, self._cell(r, _ASLEEP)) for r in self.others]
         self._pipes: dict[tuple[int, int, int], Pipe] = {}
@@ -192,19 +192,15 @@ class Slots:
         self._fence()
         self.futex.wake(-1 & 0xFFFFFFFF)
 
-    def show_begun(self, count: int) -> None:
-        """Show the others how many collectives this rank has begun; it is for error texts only."""
-        self._words[self._own_begun] = count
-
     def show_waiting(self, is_waiting: bool) -> None:
         """Show the others that a thread of this rank waits, or that one no longer does; it is for error texts only."""
         self._words[self._own_waits] = is_waiting
 
-    def bystanders(self, ranks: Iterable[int], begun: int) -> list[int]:
-        """Return those of the ranks that have begun so many collectives, and in which no thread waits."""
+    def parts(self, number: int) -> dict[int, bool | None]:
+        """Return what the other ranks do about the collective of this number, as ``Shm.parts`` does."""
         words = self._words
-        cells = [(rank, self._cell(rank, 0)) for rank in ranks]
-        return [rank for rank, at in cells if words[at + BEGUN] >= begun and not words[at + _WAITS]]
+        cells = [(rank, self._cell(rank, 0)) for rank in self.others]
+        return {rank: bool(words[at + _WAITS]) if words[at + BEGUN] >= number else None for rank, at in cells}
 
     def sleep(self, woken: Callable[[], bool], seconds: float) -> bool:
         """Sleep until another rank has published, or changed a pipe of this rank's.

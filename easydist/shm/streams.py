@@ -152,6 +152,7 @@ class Streams:
     Attributes:
         error: The error that has ended all operations, so that no further one can begin; else None.
         excludes: Returns a true value while the caller lets no other thread begin an operation.
+        guarded: The operation about whose wait the guard was asked last.
     """
 
     def __init__(self, slots: Slots, calls: Calls, guard: Guard) -> None:
@@ -162,6 +163,7 @@ class Streams:
         self._active: list[_Stream] = []
         self.error: BaseException | None = None
         self.excludes: Callable[[], object] = _never
+        self.guarded: Operation | None = None
         self._thread: int | None = None
         _all.add(self)
 
@@ -314,6 +316,7 @@ class Streams:
         ranks = self._awaited(operation)
         if over:
             raise _late(limit, ranks)
+        self.guarded = operation
         self._guard(ranks, now - began)
         return now
 

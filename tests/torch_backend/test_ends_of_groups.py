@@ -63,6 +63,35 @@ def test_timeout_names_who_is_missing(rank):
         dist.barrier(group=made)
 
 
+ALONE = {
+    "scatter": (lambda made: dist.scatter(torch.ones(1), None, group=made, group_src=1), (1, 2)),
+    "broadcast": (lambda made: dist.broadcast(torch.ones(1), group=made, group_src=1), (1, 2)),
+    "all_reduce": (lambda made: dist.all_reduce(torch.ones(1), group=made), (1, 2)),
+    "recv": (lambda made: dist.recv(torch.ones(1), group=made, group_src=1), (1,)),
+}
+"""Operations of rank 0 alone, and the ranks for which it then waits in vain."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ALONE)
+@distributed(world_size=3)
+def test_ranks_that_exchanged_messages_before_are_missing_where_they_do_not_come(operation, rank):
+    made, (call, missing) = group(), ALONE[operation]
+    for _ in range(3):  # through pipes, and of some ranks only: neither of them has numbers that all ranks share
+        dist.all_to_all_single(torch.empty(3), torch.ones(3), group=made)
+        if rank == 1:
+            dist.send(torch.ones(1), group=made, group_dst=2)
+        elif rank == 2:
+            dist.recv(torch.ones(1), group=made, group_src=1)
+    if rank == 0:
+        made.set_timeout(timedelta(seconds=0.5))
+        with pytest.raises(CollectiveTimeout, match=rf"{operation}: {len(missing)} of 3 ranks did not come") as info:
+            call(made)
+        assert info.value.missing == missing
+        assert re.findall(r"rank (\d): missing; last seen in (?:send|recv)", str(info.value)) == [*map(str, missing)]
+    dist.barrier()
+
+
 @distributed(world_size=2)
 def test_a_failed_operation_is_under_way_no_more(rank):
     made = group()

@@ -15,7 +15,7 @@ forbidden.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -83,7 +83,6 @@ class Shm(Backend):
         calls.restart = self._steps.restart
         self._reduced_at_once = min(_REDUCED_AT_ONCE, slots.slot)
         self._mailboxes: dict[int, Mailbox] = {}
-        self._begun = 0
 
     @staticmethod
     def nbytes(size: int, slot: int) -> int:
@@ -264,14 +263,23 @@ class Shm(Backend):
             self._mailboxes[peer] = Mailbox(self._steps.slots, self._streams, peer)
         return self._mailboxes[peer]
 
-    def bystanders(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of the ranks that have begun as many collectives as this one, but wait for nothing.
+    def parts(self, awaited: Sequence[int]) -> dict[int, bool | None] | None:
+        """Return what the other ranks do about the operation for which this one waits, if calls are compared.
 
         Args:
-            ranks: The ranks to look at.
+            awaited: The ranks for which it waits.
+
+        Returns:
+            True for a rank in which a thread waits, False for one that has begun it, but waits for nothing, None for
+            one that has not begun it. Messages are not numbered: only the awaited ranks have a part, and none of them
+            has begun it. None instead of the dict once the memory is closed.
         """
         slots: Slots | None = getattr(self._steps, "slots", None)  # not once it is closed
-        return [] if slots is None else slots.bystanders(ranks, self._begun)
+        if slots is None:
+            return None
+        operation = self._streams.guarded
+        is_message = operation is not None and not operation.is_collective
+        return dict.fromkeys(awaited) if is_message else slots.parts(self._calls.number)
 
     def finish(self, limit: timedelta | None = None) -> None:
         self._streams.finish(limit)
@@ -288,13 +296,9 @@ class Shm(Backend):
         return self._steps.share([mine], [[row] for row in rows], self._word())
 
     def _step(self, task: Iterator[Need], *keep: object, patient: bool = False) -> Pending:
-        self._begun += 1
         if self._calls.is_entering:
             task = self._calls.entered(task)
-        operation = self._streams.begin([(None, task)], keep, patient)
-        if operation.left and not self.compares:  # others may wait for it while this rank does something else
-            self._steps.slots.show_begun(self._begun)
-        return operation
+        return self._streams.begin([(None, task)], keep, patient)
 
     def _swap(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> Pending:
         """Send to each rank and receive from it, through the pipes.
