@@ -19,6 +19,7 @@ from datetime import timedelta
 from types import TracebackType
 
 import torch
+import typing_extensions
 from torch.distributed import DistError, PrefixStore, Store
 
 from easydist.errors import EasydistError, PeerLostError, RemoteError, WireError
@@ -42,6 +43,8 @@ NEVER = 1e9
 
 _OUTSIDE = (
     os.path.dirname(torch.__file__) + os.sep,
+    typing_extensions.deprecated.__call__.__code__.co_filename,  # torch's own decorators
+    contextlib.__file__,
     "<eval_with_key>",  # torch.fx's name for the code that torch.compile generates
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
 )

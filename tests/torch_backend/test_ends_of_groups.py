@@ -92,6 +92,29 @@ def test_ranks_that_exchanged_messages_before_are_missing_where_they_do_not_come
     dist.barrier()
 
 
+def coalesced(made):
+    with dist._coalescing_manager(made):
+        dist.all_reduce(torch.ones(1), group=made)
+
+
+NESTED = {
+    "reduce_scatter_single": lambda made: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2), group=made),
+    "all_reduce": coalesced,
+}
+"""Calls of torch that lead through files of other packages before they reach the group."""
+
+
+@pytest.mark.parametrize("operation", NESTED)
+@distributed(world_size=2)
+def test_the_place_of_a_call_is_a_line_of_the_caller(operation, rank):
+    made = group()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.13 has new names
+        NESTED[operation](made)
+    (place,) = [one.place for one in PeerPage.find(os.getpid()).entries() if f"{operation}, call 2" in one.place]
+    assert __file__ in place
+
+
 @distributed(world_size=2)
 def test_a_failed_operation_is_under_way_no_more(rank):
     made = group()
