@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "groups/rendezvous.py",
+        "",
+        "    contextlib.__file__,\n",
+        "",
+        "tests/torch_backend/test_ends_of_groups.py::test_the_place_of_a_call_is_a_line_of_the_caller",
+    ),
+    Mutant(
         "groups/communicators.py",
         "Frames.__init__",
         "_CUT_ROWS // size + _HEADER if are_cut else 0",

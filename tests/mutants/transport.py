@@ -4,6 +4,14 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "transport/backends/shm.py",
+        "Shm.parts",
+        "slots.parts(self._calls.number)",
+        "slots.parts(1)",
+        "tests/torch_backend/test_ends_of_groups.py::"
+        "test_ranks_that_exchanged_messages_before_are_missing_where_they_do_not_come",
+    ),
+    Mutant(
         "transport/work.py",
         "TorchWork.is_completed",
         " or self._generation != forks.generation",
