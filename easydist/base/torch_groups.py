@@ -25,7 +25,7 @@ _default_timeout = found("torch.distributed.distributed_c10d._get_default_timeou
 """Returns the time limit of a backend. Without it: half an hour for all of them."""
 
 _set_limit = getattr(dist, "set_timeout", None) or found("torch.distributed.distributed_c10d._set_pg_timeout", None)
-"""Sets the limit of calls; torch 2.14 has the first. Without both: the limit for connecting holds for its calls, too."""
+"""Sets the limit of calls; torch 2.14 has the first. Without both: the limit for connecting holds for calls, too."""
 
 _set_default = found("torch.distributed.distributed_c10d._update_default_pg", None)
 """Makes a group torch's default group. Without it: as without ``_world``."""
