@@ -142,7 +142,10 @@ def _close_mapping(template: Mapping[Any, Any], children: list[Any]) -> Mapping[
     items = zip(template, children, strict=True)
     if not isinstance(template, dict | UserDict) or getattr(template, "__dict__", None) is template:
         return type(template)(dict(items))  # type: ignore[call-arg]
-    clone = copy.copy(template)  # the copy keeps a default factory and other attributes
+    try:
+        clone = copy.copy(template)  # the copy keeps a default factory and other attributes
+    except TypeError:  # Python 3.10 takes a key for __getstate__ if ``__getattr__`` is ``dict.get``
+        clone = template
     if clone is template:  # it cannot be changed, so it needs no copies
         return type(template)(dict(items))
     for key, child in items:

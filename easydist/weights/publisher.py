@@ -23,7 +23,8 @@ class WeightPublisher(Member):
     """Publishes versions of a model's weights to the receivers of a group.
 
     Each member of the group is a ``WeightPublisher`` or a ``WeightReceiver``. Several publishers are the ranks of one
-    sharded model. While ``publish`` runs, every receiver calls ``receive``.
+    sharded model; of a replicated one, as with DDP, the publisher ``src`` alone sends. While ``publish`` runs, every
+    receiver calls ``receive``.
 
     Args:
         model_or_dict: A module, or a state dict that is changed in place; it may hold ``DTensor`` and ``LocalShard``.
