@@ -66,7 +66,7 @@ def test_questions_leave_no_descriptors_and_need_none(asked, monkeypatch):
     looks(asked, many)
     assert len(os.listdir("/proc/self/fd")) <= len(before) + questions._MOST_OPEN
     asked.end()
-    assert os.listdir("/proc/self/fd") == before
+    assert {*os.listdir("/proc/self/fd")} <= {*before}  # those of earlier tests may be closed meanwhile
     monkeypatch.setattr(socket.socket, "setblocking", _fail)
     assert not any(looks(asked, many[:3]))
 
