@@ -8,6 +8,7 @@ numbers. All other values (str, None, other objects) belong to the structure; re
 from __future__ import annotations
 
 import builtins
+import contextlib
 import copy
 import dataclasses
 import enum
@@ -139,18 +140,15 @@ def _indexed(data: Any) -> tuple[str, ...]:
 
 
 def _close_mapping(template: Mapping[Any, Any], children: list[Any]) -> Mapping[Any, Any]:
-    items = zip(template, children, strict=True)
-    if not isinstance(template, dict | UserDict) or getattr(template, "__dict__", None) is template:
-        return type(template)(dict(items))  # type: ignore[call-arg]
-    try:
-        clone = copy.copy(template)  # the copy keeps a default factory and other attributes
-    except TypeError:  # Python 3.10 takes a key for __getstate__ if ``__getattr__`` is ``dict.get``
-        clone = template
-    if clone is template:  # it cannot be changed, so it needs no copies
-        return type(template)(dict(items))
-    for key, child in items:
-        clone[key] = child
-    return clone
+    items = dict(zip(template, children, strict=True))
+    if isinstance(template, dict | UserDict) and getattr(template, "__dict__", None) is not template:
+        with contextlib.suppress(Exception):  # a class may refuse to be copied, or its copy to be changed
+            clone = copy.copy(template)  # the copy keeps a default factory and other attributes
+            if clone is not template:  # as it is if it cannot be changed
+                for key, child in items.items():
+                    clone[key] = child
+                return clone
+    return type(template)(items)  # type: ignore[call-arg]
 
 
 def _close_size(_: None, children: list[Any]) -> tuple[Any, ...]:

@@ -382,6 +382,22 @@ class Frozen(dict):
         return self
 
 
+class Closed(dict):
+    """A dict that cannot be changed, like its copies."""
+
+    __setitem__ = Frozen.__setitem__
+
+    def __copy__(self):
+        return Closed(self)
+
+
+class Uncopied(dict):
+    """A dict that cannot be copied."""
+
+    def __copy__(self):
+        raise TypeError("'NoneType' object is not callable")
+
+
 @dataclasses.dataclass(frozen=True)
 class Fixed:
     """A dataclass whose copy is itself."""
@@ -392,8 +408,8 @@ class Fixed:
         return self
 
 
-def test_containers_whose_copy_is_the_original_are_made_anew():
-    for data in (Frozen(x=1), Fixed(1)):
+def test_containers_without_a_copy_that_can_be_changed_are_made_anew():
+    for data in (Frozen(x=1), Closed(x=1), Uncopied(x=1), Fixed(1)):
         values, spec = tree.flatten(data)
         got = spec.rebuild([2])
         assert (values, type(got), tree.flatten(got)[0], tree.flatten(data)[0]) == ([1], type(data), [2], [1])
