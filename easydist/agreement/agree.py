@@ -112,7 +112,8 @@ def trust(comms: Communicators, prepare: Callable[[], Call], check: bool | None)
 def alone(prepare: Callable[[], Call]) -> Agreement:
     """Return the result of ``agree`` for a single process."""
     call = _noted(prepare())
-    return Agreement(call, Headers.of(CallHeader(ABSENT if call.absent else WELL, nbytes=call.nbytes)))
+    mine = CallHeader(ABSENT if call.absent else WELL, nbytes=call.nbytes)
+    return Agreement(call, Headers._make([[number] for number in mine]))
 
 
 def _noted(call: Call) -> Call:

@@ -68,11 +68,6 @@ class Headers(NamedTuple):
     sizes: list[int]
     payload: list[int]
 
-    @classmethod
-    def of(cls, *headers: CallHeader) -> Headers:
-        """Return the fields of these headers."""
-        return cls._make(map(list, zip(*headers, strict=True)))
-
     def of_well(self, column: Iterable[int]) -> list[int]:
         """Return the numbers of the ranks that have data."""
         return [number for number, status in zip(column, self.status, strict=True) if status == WELL]
