@@ -199,8 +199,11 @@ class Slots:
     def parts(self, number: int) -> dict[int, bool | None]:
         """Return what the other ranks do about the collective of this number, as ``Shm.parts`` does."""
         words = self._words
-        cells = [(rank, self._cell(rank, 0)) for rank in self.others]
-        return {rank: bool(words[at + _WAITS]) if words[at + BEGUN] >= number else None for rank, at in cells}
+        return {r: self.waits(r) if words[self._cell(r, BEGUN)] >= number else None for r in self.others}
+
+    def waits(self, rank: int) -> bool:
+        """True if a thread of a rank waits, see ``show_waiting``."""
+        return bool(self._words[self._cell(rank, _WAITS)])
 
     def sleep(self, woken: Callable[[], bool], seconds: float) -> bool:
         """Sleep until another rank has published, or changed a pipe of this rank's.
@@ -314,11 +317,12 @@ class Pipe:
         self._chunks, self._chunk = chunks, chunk
         self.peer, self._asleep = peer
         self._aside: list[tuple[int, torch.Tensor]] = []
-        self.is_lent = False
+        self.is_lent, self._first = False, NEVER  # the number of the first chunk of the message under way
         self._bit, self._need = 1 << self.peer % 32, (NEVER, (self.peer,))
 
     def put(self, address: int, nbytes: int, kind: int) -> Iterator[Need]:
         """Write the ``nbytes`` at ``address`` into the pipe; end when the last chunk is in it. No bytes are a chunk."""
+        self._first = self._words[self._posted]
         for offset in range(0, nbytes or 1, self._chunk):
             while not self._put_chunk(address + offset, nbytes - offset, kind):
                 yield self._need
@@ -327,6 +331,10 @@ class Pipe:
         """True if the pipe would take messages of these bytes at once."""
         chunks = sum([-(-nbytes // self._chunk) or 1 for nbytes in sizes])
         return self._words[self._posted] + chunks - self._words[self._taken] <= 2
+
+    def has_begun(self) -> bool:
+        """True if the receiver has taken a part of the message of the ``put`` or ``take`` under way."""
+        return self._words[self._taken] > self._first
 
     def put_whole(self, address: int, nbytes: int, kind: int) -> bool:
         """Write a message at once; return False if it needs several chunks, or if there is no room yet."""
@@ -360,7 +368,7 @@ class Pipe:
         """
         while self.is_lent and not lent:
             yield self._need
-        words, chunk = self._words, self._chunk
+        words, chunk, self._first = self._words, self._chunk, NEVER
         if self._aside and (message := self._from_aside(kind)) is not None:
             found, data = message
             if found != kind or len(data) != nbytes:
@@ -387,6 +395,7 @@ class Pipe:
                 else:  # its sender has left this epoch, and this rank is about to hear of that
                     yield self._need
             copy(address + offset, self._chunks[taken % 2], min(chunk, nbytes - offset))
+            self._first = min(self._first, taken)
             taken += 1
             self._tell(self._taken, taken)
 

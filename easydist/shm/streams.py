@@ -171,6 +171,11 @@ class Streams:
         """True if no operation is under way in this stream."""
         return (stream := self._streams.get(key)) is None or not stream.queue
 
+    def is_first(self, key: object, operation: Operation) -> bool:
+        """True if this operation is the one that the stream moves."""
+        queue = () if (stream := self._streams.get(key)) is None else tuple(stream.queue)  # a copy, as in ``_awaited``
+        return bool(queue) and queue[0][1] is operation
+
     def begin(self, tasks: Sequence[Task], keep: object, patient: bool = False) -> Operation:
         """Queue the generators of one operation, and run them until they are blocked.
 

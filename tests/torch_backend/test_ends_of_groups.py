@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import launching
 import pytest
@@ -113,6 +114,32 @@ def test_the_place_of_a_call_is_a_line_of_the_caller(operation, rank):
         NESTED[operation](made)
     (place,) = [one.place for one in PeerPage.find(os.getpid()).entries() if f"{operation}, call 2" in one.place]
     assert __file__ in place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("src", [1, None])
+@distributed(world_size=2)
+def test_a_rank_has_come_once_a_part_of_its_message_has(src, rank):
+    made, store = group(), dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        sent = dist.isend(torch.ones(4_000_000), group=made, group_dst=0)  # its first parts wait for the receiver
+        store.set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(CollectiveTimeout):
+            sent.wait()
+        return
+    pid, filled = int(store.get("pid")), torch.zeros(4_000_000)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        pass
+    made.set_timeout(timedelta(seconds=0.5))
+    try:
+        with pytest.raises(CollectiveTimeout, match="recv: all ranks came, but their data did not arrive") as info:
+            dist.recv(filled, group=made, group_src=src)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert info.value.missing == ()
+    assert filled[0] == 1
+    assert re.search(r"rank 1: has begun it, but waits for nothing; .* is alive but stopped", str(info.value))
 
 
 @distributed(world_size=2)

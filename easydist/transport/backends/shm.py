@@ -28,7 +28,7 @@ from easydist.shm.mailbox import Mailbox
 from easydist.shm.segment import Segment
 from easydist.shm.slots import COLLECTIVES, NEVER, POINT_TO_POINT, TAG, Differ, Need, Slots, unequal
 from easydist.shm.steps import Extent, Steps
-from easydist.shm.streams import AnyRank, Guard, Streams, Task
+from easydist.shm.streams import AnyRank, Guard, Operation, Streams, Task
 from easydist.transport.backend import Backend, Gathered
 from easydist.transport.described import DTYPE_CODES, GOES_ON, OWN, described, text
 from easydist.transport.reduce_op import ReduceOp, check_reducible, combine_into
@@ -271,15 +271,22 @@ class Shm(Backend):
 
         Returns:
             True for a rank in which a thread waits, False for one that has begun it, but waits for nothing, None for
-            one that has not begun it. Messages are not numbered: only the awaited ranks have a part, and none of them
-            has begun it. None instead of the dict once the memory is closed.
+            one that has not begun it. Messages are not numbered: only the awaited ranks have a part, and have begun it
+            once a part of the message has moved. None instead of the dict once the memory is closed.
         """
         slots: Slots | None = getattr(self._steps, "slots", None)  # not once it is closed
         if slots is None:
             return None
         operation = self._streams.guarded
-        is_message = operation is not None and not operation.is_collective
-        return dict.fromkeys(awaited) if is_message else slots.parts(self._calls.number)
+        if operation is None or operation.is_collective:
+            return slots.parts(self._calls.number)
+        return {rank: slots.waits(rank) if self._has_begun(rank, operation) else None for rank in awaited}
+
+    def _has_begun(self, rank: int, operation: Operation) -> bool:
+        """True if a part of the message has moved for which an operation waits."""
+        slots = self._steps.slots
+        pipes = slots.pipe_to(POINT_TO_POINT, rank), slots.pipe_from(POINT_TO_POINT, rank)
+        return any(p.has_begun() and (p.is_lent or self._streams.is_first(p, operation)) for p in pipes)
 
     def finish(self, limit: timedelta | None = None) -> None:
         self._streams.finish(limit)
