@@ -486,6 +486,33 @@ MISTAKES = {
         lambda: comms.new_comm("gloo", "cpu", "x"),
         TypeError("new_comm(): device must be a device, got 'cpu'; pass torch.device('cpu')"),
     ),
+    "nothing to scatter": (
+        lambda: easydist.scatter(None),
+        ValueError("scatter: rank 0 is the source, but its tree is None"),
+    ),
+    "a model in place of a dataset": (
+        lambda: metrics.distributed_loader(torch.nn.Linear(1, 1), 2),
+        TypeError(
+            "distributed_loader takes a dataset, not Linear: pass an object that has __len__ and __getitem__, such as "
+            "a list, or an IterableDataset"
+        ),
+    ),
+    "no state of a loader": (
+        lambda: metrics.distributed_loader(range(3), 1).load_state_dict(None),
+        ValueError("load_state_dict: the state has the type NoneType; pass a result of the loader's state_dict"),
+    ),
+    "a state of something else": (
+        lambda: metrics.distributed_loader(range(3), 1).load_state_dict({"epoch": 1}),
+        ValueError("load_state_dict: the state has the keys ['epoch']; pass a result of the loader's state_dict"),
+    ),
+    "a class by its name": (
+        lambda: easydist.allow_globals("collections.Counter"),
+        TypeError("allow_globals: 'collections.Counter' is not a list of classes; pass, for example, [MyClass]"),
+    ),
+    "a model and its checkpoint, swapped": (
+        lambda: weights.broadcast_checkpoint(torch.nn.Linear(1, 1), "model.safetensors"),
+        TypeError("broadcast_checkpoint: got Linear as the path; pass broadcast_checkpoint(path, model)"),
+    ),
     "a name that nothing has": (lambda: easydist.spawn, AttributeError("module 'easydist' has no attribute 'spawn'")),
 }
 
@@ -575,6 +602,9 @@ def test_what_cannot_be_pickled_is_named_by_its_path():
     for value, path in [(trainer, ""), ({"all": [1, trainer]}, "['all'][1]")]:
         with pytest.raises(TypeError, match=re.escape(f"{path}.config['lock'] of type lock cannot be pickled: ")):
             easydist.gather_object(value)
+    batches = iter(DataLoader([1]))  # raises NotImplementedError
+    with pytest.raises(TypeError, match=r"^\['a'\].* cannot be pickled: "):
+        easydist.gather_object({"a": batches})
     around = [threading.Lock()]
     around.insert(0, around)
     with pytest.raises(TypeError, match=r"^\[1\] of type lock cannot be pickled: "):

@@ -89,7 +89,7 @@ def allow_globals(entries: Iterable[Any]) -> None:
             (``"module.name"``).
 
     Raises:
-        TypeError: An entry is neither.
+        TypeError: An entry is neither, or ``entries`` is text or a class itself.
 
     Example:
         >>> import easydist
@@ -98,6 +98,8 @@ def allow_globals(entries: Iterable[Any]) -> None:
         >>> easydist.gather_object([HTTPStatus.OK], weights_only=True)
         [<HTTPStatus.OK: 200>]
     """
+    if isinstance(entries, str | type):
+        raise TypeError(f"allow_globals: {entries!r:.100} is not a list of classes; pass, for example, [MyClass]")
     _allowed.update([_checked(entry) for entry in entries])  # check all before allowing any
 
 

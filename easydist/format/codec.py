@@ -121,7 +121,7 @@ def _reduce_waited(tensor: torch.Tensor) -> Any:
 _TABLE = _Table(REDUCERS)
 
 
-_FAULTS = (pickle.PicklingError, AttributeError, BufferError, TypeError)
+_FAULTS = (pickle.PicklingError, AttributeError, BufferError, NotImplementedError, TypeError, ValueError)
 """The exceptions for a value that pickle cannot write."""
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -70,8 +70,8 @@ def distributed_loader(
             the lengths of the ranks' streams differ.
         ValueError: ``batch_size`` is below 1, ``in_order`` is false, or an iterable dataset is to be shuffled, or read
             by several workers or by one that persists.
-        TypeError: ``dataset`` is a ``DataLoader`` or a dict of columns, ``sampler`` or ``batch_sampler`` is given,
-            ``DataLoader`` does not have an option, or ``batch_size`` or ``seed`` is not an integer.
+        TypeError: ``dataset`` is a ``DataLoader``, a dict of columns or no dataset, ``sampler`` or ``batch_sampler`` is
+            given, ``DataLoader`` does not have an option, or ``batch_size`` or ``seed`` is not an integer.
         RemoteError: One of these happened on another rank.
 
     Example:
@@ -226,8 +226,13 @@ class DistributedLoader:
             state: A result of ``state_dict``.
 
         Raises:
-            ValueError: The order of the samples differs: another length, seed or ``shuffle``.
+            ValueError: The order of the samples differs: another length, seed or ``shuffle``; or ``state`` is not a
+                result of ``state_dict``.
         """
+        given: Any = state
+        if not isinstance(given, Mapping) or not self.state_dict().keys() <= given.keys():
+            what = f"keys {[*given]}" if isinstance(given, Mapping) else f"type {type(given).__name__}"
+            raise ValueError(f"load_state_dict: the state has the {what}; pass a result of the loader's state_dict")
         if state["order"] != self._source.order:
             raise ValueError(
                 f"load_state_dict: the state belongs to a loader with {state['order']}, but this one has "

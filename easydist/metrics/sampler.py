@@ -330,7 +330,7 @@ def source_of(
         options: Those of ``DataLoader``.
 
     Raises:
-        TypeError: ``dataset`` has batches or columns in place of samples.
+        TypeError: ``dataset`` has batches or columns in place of samples, or is no dataset.
         ValueError: ``parameters`` or ``options`` do not fit the dataset.
     """
     if isinstance(dataset, DataLoader):
@@ -342,5 +342,10 @@ def source_of(
             "dataset, torch.utils.data.StackDataset(**columns)"
         )
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    if is_stream and not hasattr(dataset, "__iter__"):
+        raise TypeError(
+            f"distributed_loader takes a dataset, not {type(dataset).__name__}: pass an object that has __len__ and "
+            "__getitem__, such as a list, or an IterableDataset"
+        )
     kind = Streamed if is_stream else Indexed
     return kind(dataset, parameters, Collate(collate_fn, dataset), options)

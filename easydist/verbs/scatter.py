@@ -127,6 +127,8 @@ class _Scatter(Verb[Tree]):
         is_source = comms.rank == self._source
         leaves = leaves_of(self._tensor, "scatter") if is_source else Leaves(None)
         if is_source:
+            if self._tensor is None:
+                raise ValueError(f"scatter: rank {source} is the source, but its tree is None")
             demand_data(leaves, "scatter")
         dims_of(leaves, self._dim, "scatter")
         arguments = {"from_process": source, "dim": self._dim}

@@ -156,6 +156,10 @@ def checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         WireError: A file is not valid, or the index names an entry that is not there.
         TypeError: The file does not hold a dict.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"broadcast_checkpoint: got {type(path).__name__} as the path; pass broadcast_checkpoint(path, model)"
+        )
     path = Path(path)
     if path.is_dir():
         path = _found(path)
