@@ -132,7 +132,7 @@ class End:
     """One end of a queue.
 
     Attributes:
-        is_cancelled: True once ``cancel`` or ``close`` was called.
+        is_cancelled: True once ``cancel`` or ``close`` has been called.
 
     Raises:
         ValueError: An environment variable of easydist is malformed.

@@ -122,7 +122,7 @@ class MessageQueue:
 
     @property
     def shutting_down(self) -> bool:
-        """True once ``cancel``, ``close`` or ``shutdown`` was called on this end."""
+        """True once ``cancel``, ``close`` or ``shutdown`` has been called on this end."""
         return self._end.is_cancelled
 
     def export_handle(self) -> Handle:
