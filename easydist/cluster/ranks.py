@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from easydist import settings
 from easydist.agreement.agree import text_of
 from easydist.base.arguments import integer, integers
+from easydist.base.torch_private import unpickled
 from easydist.base.wording import named
 from easydist.cluster import failures
 from easydist.cluster.actors import CLOSED, Actors, Loan
@@ -380,7 +381,7 @@ def _loaded(rank: int, value: bytes) -> Any:
     from ray import cloudpickle
 
     try:
-        return cloudpickle.loads(value)
+        return unpickled(cloudpickle.loads, value)
     except Exception as error:
         text = f"run: the result of rank {rank} cannot be loaded in the driver: {text_of(error)}"
         raise TypeError(

@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore
 
 from easydist.agreement.agree import text_of
 from easydist.base import torch_groups
+from easydist.base.torch_private import unpickled
 from easydist.base.wording import trace
 from easydist.cluster.facts import Facts, interface
 from easydist.errors import PeerLostError, RemoteError
@@ -119,7 +120,7 @@ def outcome(message: bytes) -> Outcome:
 
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        fn, args, kwargs = cloudpickle.loads(message)
+        fn, args, kwargs = unpickled(cloudpickle.loads, message)
         value = _packed(fn(*args, **kwargs))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return Outcome(value)

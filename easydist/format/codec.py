@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from easydist import memory, settings
+from easydist.base.torch_private import unpickled
 from easydist.data.backing import backed
 from easydist.errors import UnsafeObjectError, WireError
 from easydist.format.parts import MAKERS, REDUCERS, Strings, weigh
@@ -363,8 +364,8 @@ def decode_copy(view: memoryview, *, weights_only: bool | None = None) -> Any:
 
 def _decoded(skeleton: memoryview, buffers: list[memoryview], weights_only: bool | None) -> Any:
     if weights_only or not _switch.allowed:
-        return load(skeleton, buffers, MAKERS, weigh)
-    return pickle.loads(skeleton, buffers=buffers)
+        return unpickled(load, skeleton, buffers, MAKERS, weigh)
+    return unpickled(pickle.loads, skeleton, buffers=buffers)
 
 
 def _split(view: memoryview, is_padded: bool) -> tuple[memoryview, list[memoryview]]:

@@ -17,6 +17,7 @@ import cloudpickle
 import torch
 
 from easydist.agreement.agree import text_of
+from easydist.base.torch_private import unpickled
 from easydist.errors import UnsafeObjectError
 from easydist.format.codec import EncodedObject, decode
 from easydist.notebook.failures import UnsendableError
@@ -78,7 +79,7 @@ def unpack(message: bytes | memoryview, *, weights_only: bool) -> Any:
         return decode(torch.frombuffer(bytearray(view[1:]), dtype=torch.uint8), weights_only=True)
     if weights_only:
         raise UnsafeObjectError("the value would have to be unpickled; pass weights_only=False if you trust the ranks")
-    return cloudpickle.loads(view[1:])
+    return unpickled(cloudpickle.loads, view[1:])
 
 
 def received(message: bytes | memoryview, what: str, *, weights_only: bool) -> Any:

@@ -2,6 +2,7 @@
 
 import pickle
 import struct
+import weakref
 
 import launching
 import numpy as np
@@ -135,6 +136,11 @@ def test_what_torch_pickles_its_own_way_needs_trust():
     assert round_trip(sparse).to_dense().equal(torch.eye(3))
     with pytest.raises(UnsafeObjectError, match="torch"):
         round_trip(sparse, weights_only=True)
+
+
+def test_a_sparse_tensor_lives_no_longer_than_its_user():
+    seen = weakref.ref(round_trip(torch.eye(3).to_sparse()))
+    assert seen() is None  # torch's list of what torch.load has to check would keep it
 
 
 @pytest.mark.slow
