@@ -25,6 +25,8 @@ __all__ = ["NAME", "SharedMemoryGroup"]
 
 def _create(options: Any, _: object) -> SharedMemoryGroup:
     """Create a group with this backend, for torch."""
+    if getattr(options, "enable_reconfigure", False):  # from torch 2.14
+        raise ValueError(f"{NAME}: enable_reconfigure is for other backends; easydist.recover() renews its groups")
     store, size, timeout = options.store, options.group_size, options.timeout
     if size == 1:
         return SharedMemoryGroup(Solo(), store, timeout, Monitor(0, 1, timeout.total_seconds()))

@@ -194,6 +194,10 @@ modes_disabled = found("torch.utils._python_dispatch._disable_current_modes", co
 idle_backend = found("torch._C._distributed_c10d.FakeProcessGroup._create_internal", None)
 """Makes a backend in C++ that moves nothing. Without it: modes do not see the operations of ``easydist_shm``."""
 
+nan_hook = getattr(torch._C._distributed_c10d, "NanCheckHook", None)
+"""Checks tensors for NaN before each operation if ``TORCH_DIST_NAN_CHECK=1``, from torch 2.14. Without it: nothing
+does."""
+
 is_profiled = found("torch.autograd._profiler_enabled", lambda: False)
 """True while a profiler is on. Without it: profilers do not see these operations."""
 

@@ -23,6 +23,7 @@ from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.rendezvous import NEVER, site
 from easydist.liveness.monitor import Monitor
 from easydist.shm.slots import TAGS
+from easydist.torch_backend.hooks import GroupHooks, OfLaterTorch
 from easydist.torch_backend.methods import limited, overloaded, shown_to_modes
 from easydist.torch_backend.reductions import add_up, reduction
 from easydist.torch_backend.rendezvous import NAME, met
@@ -46,7 +47,7 @@ _Base: Any = dist.ProcessGroup
 
 @eager_methods
 @shown_to_modes
-class SharedMemoryGroup(_Base):  # type: ignore[misc]
+class SharedMemoryGroup(OfLaterTorch, _Base):  # type: ignore[misc]
     """A process group whose ranks share memory, created by ``init_process_group`` and ``new_group``.
 
     Reductions run in rank order, with float16 and bfloat16 in float32: the same bits on every rank and in every run.
@@ -61,6 +62,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     Attributes:
         timeout: The limit of one wait.
         ending: Held while an operation ends, because several threads may wait for it.
+        hooks: Called around each operation, from torch 2.14; None until there are any.
     """
 
     def __init__(self, backend: Backend, store: Store, timeout: timedelta, monitor: Monitor) -> None:
@@ -69,7 +71,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         self._backend, self._store, self._monitor = backend, store, monitor
         self._compare()
         self._group_name = self._group_desc = ""
-        self.ending = threading.Lock()
+        self.ending, self.hooks = threading.Lock(), GroupHooks.at_first(backend.rank, backend.size)
         self._generation = forks.generation
         self._under_way: list[None] = []  # one for each operation: lists change in one step, numbers do not
         self._is_closed = False

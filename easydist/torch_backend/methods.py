@@ -28,7 +28,7 @@ _NAMES = ("Allreduce", "Broadcast", "Allgather", "Reduce", "Gather", "Scatter", 
           "AllreduceCoalesced")  # fmt: skip
 _OPTIONS = tuple(getattr(dist, f"{name}Options") for name in _NAMES if hasattr(dist, f"{name}Options"))
 _NO_LIMIT = timedelta(0)
-_UNSHOWN = {"_end_coalescing", "gather_single"}
+_UNSHOWN = {"_end_coalescing"}
 """What an idle group cannot do."""
 
 
@@ -132,15 +132,42 @@ def shown_to_modes(cls: C) -> C:
 def _shown(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch_private.mode_depth() and torch_private.idle_backend is not None:
-            modes.demand_data(name)
-            seen = _fitting(*args) if name == "allgather" and not kwargs else args
-            getattr(_idle_group(self.rank(), self.size()), name)(*seen, **kwargs)
+        is_hooked = self.hooks is not None and self.hooks.are_due()
+        if not (is_hooked or (torch_private.mode_depth() and torch_private.idle_backend is not None)):
+            return method(self, *args, **kwargs)
+        modes.demand_data(name)
+
+        def unseen() -> Any:
             with torch_private.modes_disabled():  # they see no more of it than of an operation in C++
                 return method(self, *args, **kwargs)
-        return method(self, *args, **kwargs)
+
+        if is_hooked:
+            return self.hooks.run(name, args, kwargs, unseen)
+        show(_idle_group(self.rank(), self.size()), name, args, kwargs)
+        return unseen()
 
     return call
+
+
+def show(idle: dist.ProcessGroup, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Let an idle group see a call.
+
+    Args:
+        idle: The group.
+        name: The method's name.
+        args: The arguments by position.
+        kwargs: Those by name.
+    """
+    if name == "gather_single" and not kwargs:  # an idle group has none
+        name, args = "gather", _gathering(idle, *args)
+    elif name == "allgather" and not kwargs:
+        args = _fitting(*args)
+    getattr(idle, name)(*args, **kwargs)
+
+
+def _gathering(idle: dist.ProcessGroup, output: Any, data: Any, options: Any) -> tuple[Any, ...]:
+    """Return the arguments of ``gather`` for those of ``gather_single``."""
+    return [[data] * idle.size()] if options.rootRank == idle.rank() else [], [data], options
 
 
 def _fitting(outputs: Sequence[Any], inputs: Any, *rest: Any) -> tuple[Any, ...]:
@@ -150,10 +177,17 @@ def _fitting(outputs: Sequence[Any], inputs: Any, *rest: Any) -> tuple[Any, ...]
     return [[tensor] * len(each) for each, tensor in zip(outputs, inputs, strict=True)], inputs, *rest
 
 
-@functools.cache
-def _idle_group(rank: int, size: int) -> dist.ProcessGroup:
-    """Return a group in C++ whose operations move nothing."""
+def new_idle_group(rank: int, size: int) -> Any:
+    """Return a group in C++ whose operations move nothing.
+
+    Args:
+        rank: The rank of this process.
+        size: The number of ranks.
+    """
     group = dist.ProcessGroup(dist.HashStore(), rank, size)
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group._register_backend(torch.device("cpu"), kind, torch_private.idle_backend(rank, size))
     return group
+
+
+_idle_group = functools.cache(new_idle_group)

@@ -36,6 +36,83 @@ def operations(rank, size, group):
     yield "send and recv", lambda: message[rank % 2](part, rank ^ 1, group=group).wait(), [part]
 
 
+def hooked(rank, size, group):
+    """Return what the hooks of a group have seen of these calls, and of calls after they have been removed."""
+    seen = []
+    group.register_pre_hook(
+        5, lambda args: seen.append((str(args.name), args.async_op, args.root, args.op_id, shapes(args.input_tensors)))
+    )
+    group.register_post_hook(
+        6, lambda args: seen.append((str(args.name), args.async_op, args.op_id, isinstance(args.work, dist.Work)))
+    )
+    for _, call, _ in operations(rank, size, group):
+        call()
+    dist.all_reduce(torch.ones(2), group=group, async_op=True).wait()
+    group.unregister_pre_hook(5)
+    group.unregister_post_hook(6)
+    dist.barrier(group)
+    return seen
+
+
+def shapes(tensors):
+    return [tuple(tensor.shape) for tensor in tensors]
+
+
+later = pytest.mark.skipif(torch.__version__ < (2, 14), reason="torch has hooks of groups from 2.14")
+
+
+@later
+@distributed(world_size=2)
+def test_hooks_see_operations_as_they_do_with_gloo(rank):
+    ours, gloo = (dist.new_group(backend=backend) for backend in ("easydist_shm", "gloo"))
+    seen = hooked(rank, 2, ours)
+    assert seen == hooked(rank, 2, gloo)
+    assert len(seen) >= 26
+    ours.register_pre_hook(5, refuse)
+    with pytest.raises(ZeroDivisionError):
+        dist.all_reduce(torch.ones(2), group=ours)
+    ours.unregister_pre_hook(5)
+    works = []
+    ours.register_post_hook(6, lambda args: works.append(args.work))
+    dist.gather_single(torch.ones(1), whole := torch.zeros(2) if rank == 0 else None, group=ours)
+    assert rank or whole.tolist() == [1, 1]
+    assert [work.operation for work in works] == ["gather_single"]
+
+
+def refuse(args):
+    raise ZeroDivisionError
+
+
+@later
+@distributed(world_size=2)
+def test_torch_finds_tensors_with_nan(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_DIST_NAN_CHECK", "1")
+        made = dist.new_group(backend="easydist_shm")
+    with pytest.raises(RuntimeError, match="NaN"):
+        dist.all_reduce(torch.tensor([float("nan")]), group=made)
+    dist.all_reduce(tensor := torch.ones(1), group=made)
+    assert tensor.item() == 2
+
+
+@later
+@distributed(world_size=1)
+def test_what_only_later_groups_have_is_refused_by_name(rank):
+    made = dist.new_group(backend="easydist_shm")
+    assert [made.supports_window, made.supports_reconfigure, made.supports_splitting] == [False] * 3
+    for call in (lambda: made.new_window(torch.ones(1)), made.get_reconfigure_handle):
+        with pytest.raises(RuntimeError, match="Backend easydist_shm does not support"):
+            call()
+
+
+@later
+def test_a_group_that_torch_could_reconfigure_is_refused():
+    told = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "enable_reconfigure": True}
+    with pytest.raises(ValueError, match=r"easydist\.recover"):
+        dist.init_process_group("easydist_shm", **told)
+    assert not dist.is_initialized()
+
+
 class Names(TorchDispatchMode):
     """Records the names of the operators that it sees."""
 
