@@ -28,8 +28,6 @@ _NAMES = ("Allreduce", "Broadcast", "Allgather", "Reduce", "Gather", "Scatter", 
           "AllreduceCoalesced")  # fmt: skip
 _OPTIONS = tuple(getattr(dist, f"{name}Options") for name in _NAMES if hasattr(dist, f"{name}Options"))
 _NO_LIMIT = timedelta(0)
-_UNSHOWN = {"_end_coalescing"}
-"""What an idle group cannot do."""
 
 
 def overloaded(*depths: int) -> Callable[[F], F]:
@@ -124,7 +122,7 @@ def shown_to_modes(cls: C) -> C:
     """Show the operations of a class of groups to modes, and return the class: torch's methods that return a work."""
     for name, method in [*vars(cls).items()]:
         is_operation = getattr(method, "__annotations__", {}).get("return") == "GroupWork"
-        if is_operation and hasattr(dist.ProcessGroup, name) and name not in _UNSHOWN:
+        if is_operation and hasattr(dist.ProcessGroup, name) and name != "_end_coalescing":
             setattr(cls, name, _shown(name, method))
     return cls
 

@@ -28,9 +28,9 @@ MUTANTS = [
     ),
     Mutant(
         "torch_backend/methods.py",
-        "_shown",
-        'if name == "allgather"',
-        'if name == "all_gather"',
+        "show",
+        'elif name == "allgather"',
+        'elif name == "all_gather"',
         "tests/torch_backend/test_tools.py::test_communication_is_counted",
     ),
     Mutant(

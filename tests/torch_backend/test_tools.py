@@ -8,6 +8,7 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import easydist.process_group  # noqa: F401 - registers the backend
+from easydist.base import torch_private
 from easydist.errors import PeerLostError
 from easydist.testing import distributed
 
@@ -58,6 +59,7 @@ def shapes(tensors):
     return [tuple(tensor.shape) for tensor in tensors]
 
 
+shown = pytest.mark.skipif(torch_private.idle_backend is None, reason="this torch shows modes no operation of Python")
 later = pytest.mark.skipif(torch.__version__ < (2, 14), reason="torch has hooks of groups from 2.14")
 
 
@@ -125,6 +127,7 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@shown
 @pytest.mark.slow
 @distributed(world_size=2)
 def test_a_mode_sees_the_operators_that_it_sees_with_gloo(rank, world_size):
@@ -142,6 +145,7 @@ def test_a_mode_sees_the_operators_that_it_sees_with_gloo(rank, world_size):
     assert filled["easydist_shm"] == filled["gloo"]
 
 
+@shown
 @pytest.mark.slow
 @distributed(world_size=2)
 def test_communication_is_counted(rank, world_size):
