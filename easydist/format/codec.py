@@ -122,7 +122,7 @@ def _reduce_waited(tensor: torch.Tensor) -> Any:
 _TABLE = _Table(REDUCERS)
 
 
-_FAULTS = (pickle.PicklingError, AttributeError, BufferError, NotImplementedError, TypeError, ValueError)
+_FAULTS = (pickle.PicklingError, AttributeError, BufferError, NotImplementedError, TypeError)
 """The exceptions for a value that pickle cannot write."""
 
 
