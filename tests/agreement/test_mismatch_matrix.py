@@ -180,7 +180,11 @@ CASES = {
             lambda on: on.call(GRID, dim=on.pick(0, 1)),
         ),
         "no such dim": (FAULT, "no dim 2", lambda on: on.call(GRID, on.odd, dim=2)),
-        "None at the source": (FAULT, "use scatter_object_list", lambda on: on.call(on.pick(GRID, None), on.odd)),
+        "None at the source": (
+            FAULT,
+            "scatter: rank {odd} is the source, but its tree is None",
+            lambda on: on.call(on.pick(GRID, None), on.odd),
+        ),
         "a source that is no rank": (FAULT, "from_process=-1", lambda on: on.call(GRID, on.pick(0, -1))),
         "a source that is an array": (
             FAULT,
