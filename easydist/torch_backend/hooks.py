@@ -32,7 +32,7 @@ _calls = _Calls()
 
 
 class Hooked(NamedTuple):
-    """What a hook after an operation gets: the fields of torch's ``PostHookArgs``."""
+    """The argument of a hook after an operation, with the fields of torch's ``PostHookArgs``."""
 
     name: Any
     async_op: bool
