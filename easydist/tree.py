@@ -139,16 +139,26 @@ def _indexed(data: Any) -> tuple[str, ...]:
     return _remembered(indices) if len(indices) <= _LONGEST else _print(indices)
 
 
+def _refilled(template: Any, fill: Callable[[Any], None]) -> Any:
+    """Return a copy with other contents; None if the class refuses to be copied, or its copies to be changed."""
+    with contextlib.suppress(Exception):
+        clone = copy.copy(template)  # the copy keeps a default factory and other attributes
+        if clone is not template:  # as it is if it cannot be changed
+            fill(clone)
+            return clone
+    return None
+
+
 def _close_mapping(template: Mapping[Any, Any], children: list[Any]) -> Mapping[Any, Any]:
     items = dict(zip(template, children, strict=True))
-    if isinstance(template, dict | UserDict) and getattr(template, "__dict__", None) is not template:
-        with contextlib.suppress(Exception):  # a class may refuse to be copied, or its copy to be changed
-            clone = copy.copy(template)  # the copy keeps a default factory and other attributes
-            if clone is not template:  # as it is if it cannot be changed
-                for key, child in items.items():
-                    clone[key] = child
-                return clone
-    return type(template)(items)  # type: ignore[call-arg]
+
+    def fill(clone: Any) -> None:
+        for key, child in items.items():
+            clone[key] = child
+
+    keeps_attributes = isinstance(template, dict | UserDict) and getattr(template, "__dict__", None) is not template
+    clone = _refilled(template, fill) if keeps_attributes else None
+    return type(template)(items) if clone is None else clone  # type: ignore[call-arg]
 
 
 def _close_size(_: None, children: list[Any]) -> tuple[Any, ...]:
@@ -179,9 +189,11 @@ def _is_computed(data: object, name: str) -> bool:
 
 
 def _close_list(template: list[Any], children: list[Any]) -> list[Any]:
-    clone = copy.copy(template)
-    clone[:] = children
-    return clone
+    def fill(clone: list[Any]) -> None:
+        clone[:] = children
+
+    clone: list[Any] | None = _refilled(template, fill)
+    return type(template)(children) if clone is None else clone
 
 
 _DICT = _Container(lambda d: (_keyed(d), list(d.values()), list(d)), lambda keys, c: dict(zip(keys, c, strict=True)))

@@ -391,6 +391,13 @@ class Closed(dict):
         return Closed(self)
 
 
+class FrozenList(list):
+    """A list that is its own copy."""
+
+    def __copy__(self):
+        return self
+
+
 class Uncopied(dict):
     """A dict that cannot be copied."""
 
@@ -409,7 +416,7 @@ class Fixed:
 
 
 def test_containers_without_a_copy_that_can_be_changed_are_made_anew():
-    for data in (Frozen(x=1), Closed(x=1), Uncopied(x=1), Fixed(1)):
+    for data in (Frozen(x=1), Closed(x=1), Uncopied(x=1), FrozenList([1]), Fixed(1)):
         values, spec = tree.flatten(data)
         got = spec.rebuild([2])
         assert (values, type(got), tree.flatten(got)[0], tree.flatten(data)[0]) == ([1], type(data), [2], [1])

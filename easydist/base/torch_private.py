@@ -31,6 +31,14 @@ def missing() -> list[str]:
 
 def found(path: str, default: Any) -> Any:
     """Return what a dotted name refers to; ``default`` if torch does not have it."""
+    if (value := later(path, _missing)) is not _missing:
+        return value
+    _missing.append(path)
+    return default
+
+
+def later(path: str, default: Any) -> Any:
+    """Do as ``found``, for a name that only later versions of torch have: an earlier one is not said to lack it."""
     module, _, name = path.rpartition(".")
     with contextlib.suppress(AttributeError, ImportError):
         names = module.split(".")
@@ -38,7 +46,6 @@ def found(path: str, default: Any) -> Any:
             with contextlib.suppress(ImportError):
                 start = importlib.import_module(".".join(names[:last]))
                 return getattr(functools.reduce(getattr, names[last:], start), name)
-    _missing.append(path)
     return default
 
 
@@ -143,8 +150,8 @@ def unpickled(load: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         del kept[count:]
 
 
-_kept_of_all: list[torch.Tensor] = getattr(torch._utils, "_sparse_tensors_to_validate", [])
-_kept_sparse = getattr(torch._utils, "_get_sparse_tensors_to_validate", lambda: _kept_of_all)
+_kept_of_all: list[torch.Tensor] = later("torch._utils._sparse_tensors_to_validate", [])
+_kept_sparse = later("torch._utils._get_sparse_tensors_to_validate", lambda: _kept_of_all)
 
 
 dispatch_keys = found("torch._C._dispatch_keys", None)
@@ -194,7 +201,7 @@ modes_disabled = found("torch.utils._python_dispatch._disable_current_modes", co
 idle_backend = found("torch._C._distributed_c10d.FakeProcessGroup._create_internal", None)
 """Makes a backend in C++ that moves nothing. Without it: modes do not see the operations of ``easydist_shm``."""
 
-nan_hook = getattr(torch._C._distributed_c10d, "NanCheckHook", None)
+nan_hook = later("torch._C._distributed_c10d.NanCheckHook", None)
 """Checks tensors for NaN before each operation if ``TORCH_DIST_NAN_CHECK=1``, from torch 2.14. Without it: nothing
 does."""
 

@@ -276,9 +276,8 @@ class WriterEnd(End):
     def _wake(self) -> None:
         if self._progress.empty():  # with a ring no wait takes them out
             self._progress.put(None)
-        with suppress(AttributeError):  # it is being closed
-            if self._ring is not None:
-                self._ring.wake()
+        if self._ring is not None:
+            self._ring.wake()
 
     def _shut_door(self) -> None:
         listener, self._listener = self._listener, None
