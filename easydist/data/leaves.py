@@ -405,11 +405,12 @@ def unwritable(value: Any) -> str:
         if not value.is_contiguous() and overlaps(value):
             kind = "an expanded tensor" if 0 in value.stride() else "a tensor with strides"
             return f"is {kind} whose elements share memory (pass .contiguous())"
-        return "is an inference tensor" if value.is_inference() and not torch.is_inference_mode_enabled() else ""
+        is_fixed = value.is_inference() and not torch.is_inference_mode_enabled()
+        return "is an inference tensor (pass a clone)" if is_fixed else ""
     if not isinstance(value, np.ndarray):
         return ""
     if not value.flags.writeable:
-        return "is a read-only array"
+        return "is a read-only array (pass a copy)"
     return (
         "is an array whose elements share memory (pass a copy)" if overlaps_itself(value.shape, value.strides) else ""
     )

@@ -67,7 +67,8 @@ def named_reduction(reduction: Any, scale: Any) -> tuple[str, float]:
     if told not in _NAMES:
         known = ", ".join(map(repr, OPS))
         kind_of_error = ValueError if isinstance(reduction, str) else TypeError
-        raise kind_of_error(f"reduce: there is no reduction {reduction!r}; choose from {known}")
+        found = "that is a function" if callable(reduction) else repr(reduction)  # its address differs between ranks
+        raise kind_of_error(f"reduce: there is no reduction {found}; choose from {known}")
     return _NAMES[told], factor * (_factor(reduction) if told == "PREMUL_SUM" else 1.0)
 
 

@@ -96,7 +96,7 @@ CASES = {
         "a source that is text": (FAULT, "rank {odd}: TypeError", lambda on: on.call(GRID, on.pick(0, "0"))),
         "a read-only target": (
             FAULT,
-            "leaf ['x'] is a read-only array",
+            "leaf ['x'] is a read-only array (pass a copy)",
             lambda on: on.call({"x": on.pick(full(on, 2).numpy(), read_only(np.zeros(2, "f4")))}, on.other),
         ),
         "an expanded target": (
@@ -111,7 +111,7 @@ CASES = {
         ),
         "only read-only targets": (
             FAULT,
-            "leaf ['x'] is a read-only array",
+            "leaf ['x'] is a read-only array (pass a copy)",
             lambda on: on.call({"x": on.pick(read_only(np.zeros(2)), np.ones(2))}, on.odd),
         ),
         "None at the source": (MISUSE, "rank {odd} is the source", lambda on: on.call(on.pick(GRID, None), on.odd)),

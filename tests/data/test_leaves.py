@@ -268,9 +268,9 @@ def test_a_write_is_seen_by_autograd(packed, detach):
 
 
 READ_ONLY = {
-    "array": (read_only, "is a read-only array"),
+    "array": (read_only, "is a read-only array (pass a copy)"),
     "expanded": (TENSORS["expanded"], "is an expanded tensor whose elements share memory (pass .contiguous())"),
-    "inference": (lambda: torch.inference_mode()(torch.ones)(2), "is an inference tensor"),
+    "inference": (lambda: torch.inference_mode()(torch.ones)(2), "is an inference tensor (pass a clone)"),
 }
 
 

@@ -302,7 +302,7 @@ def test_into_of_other_leaves_is_refused_and_untouched(path):
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        (np.broadcast_to(np.zeros(1, np.float32), 2), r"leaf \['b'\] is a read-only array"),
+        (np.broadcast_to(np.zeros(1, np.float32), 2), r"leaf \['b'\] is a read-only array \(pass a copy\)"),
         (torch.zeros(1).expand(2), r"leaf \['b'\] is an expanded tensor"),
     ],
 )

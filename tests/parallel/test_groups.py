@@ -239,8 +239,9 @@ def test_groups_of_a_layout_and_vllms_names(rank):
         "ValueError: a layout of dp=1 × pp=1 × pcp=1 × tp=3 needs 3 ranks"
     )
     assert text_of(lambda: parallel_groups(tp=0)).startswith(
-        "ValueError: a layout of dp=4 × pp=1 × pcp=1 × tp=0 needs 0 ranks"
+        "ValueError: a layout needs at least one rank along each axis, got tp=0"
     )
+    assert text_of(lambda: parallel_groups(tp="2")) == "TypeError: tp='2' is not a number of ranks: pass an integer"
     assert text_of(lambda: parallel_groups(tp=3 if rank else 2)).startswith(
         "RemoteError: parallel_groups: ranks 1, 2, 3"
     )

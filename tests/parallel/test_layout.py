@@ -15,7 +15,12 @@ def test_groups_along_each_axis_and_along_two():
     }
 
 
-@pytest.mark.parametrize("axes", [{"tp": 3}, {"pp": 0, "tp": 4}, {"pp": 2, "tp": 4}])
+@pytest.mark.parametrize("axes", [{"tp": 3}, {"pp": 2, "tp": 4}])
 def test_a_layout_needs_as_many_ranks_as_there_are(axes):
     with pytest.raises(ValueError, match=r"a layout of .* needs \d+ ranks, but the world has 4"):
         rank_lists(4, axes)
+
+
+def test_an_axis_has_at_least_one_rank():
+    with pytest.raises(ValueError, match="at least one rank along each axis, got pp=0"):
+        rank_lists(4, {"pp": 0, "tp": 4})

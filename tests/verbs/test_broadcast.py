@@ -180,7 +180,8 @@ def test_a_target_that_cannot_be_written_is_an_error_for_all(rank):
     read_only = np.zeros(2)
     read_only.flags.writeable = rank == 0
     with pytest.raises(
-        RemoteError, match=r"(?s)rank 1 failed.*leaf \['a'\] is a read-only array, so it cannot be written"
+        RemoteError,
+        match=r"(?s)rank 1 failed.*leaf \['a'\] is a read-only array \(pass a copy\), so it cannot be written",
     ):
         easydist.broadcast({"a": read_only})
     expanded = torch.zeros(1).expand(3) if rank else torch.ones(3)

@@ -103,6 +103,8 @@ def test_a_premultiplied_sum_is_scaled(rank):
             match=rf"^reduce: there is no reduction {unknown!r}; choose from 'mean', 'sum'",
         ):
             easydist.reduce(x, unknown)
+    with pytest.raises(TypeError, match="there is no reduction that is a function; choose from 'mean'"):
+        easydist.reduce(x, torch.sum)
 
 
 def tree(rank, size):

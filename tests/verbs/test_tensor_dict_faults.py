@@ -76,7 +76,10 @@ def read_only():
 
 
 UNWRITABLE = {
-    "read-only": (read_only, "ValueError: leaf ['x'][0] is a read-only array, so it cannot be written in place"),
+    "read-only": (
+        read_only,
+        "ValueError: leaf ['x'][0] is a read-only array (pass a copy), so it cannot be written in place",
+    ),
     "expanded": (
         lambda: torch.zeros(1, dtype=torch.float64).expand(2),
         "ValueError: leaf ['x'][0] is an expanded tensor whose elements share memory (pass .contiguous()), so it "
