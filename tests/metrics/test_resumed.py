@@ -1,6 +1,8 @@
 """An evaluation that was interrupted goes on, on any number of ranks, with the rows that are there."""
 
+import shutil
 import tempfile
+from pathlib import Path
 
 import launching
 import numpy as np
@@ -86,6 +88,46 @@ def resume(states, total, done, group):
     got = collector.compute()
     if total:
         check(got, total)
+
+
+ROWS = launching.examples(600) * 1000 if launching.IS_STRESS else 20_000
+"""Ten million under ``make stress``."""
+
+
+def answers(indices):
+    """Three numbers for each sample, which tell its index."""
+    return {"loss": indices.double().sin(), "label": indices * 3, "correct": indices % 7 == 0}
+
+
+def evaluate(collector, indices):
+    for part in indices.split(ROWS // 100):
+        collector.update(part, **answers(part))
+
+
+@pytest.mark.slow
+@pytest.mark.stress
+@distributed(world_size=4)
+def test_a_large_evaluation_goes_on_without_a_rank_that_had_saved_less(rank, world_size):
+    folder = Path(easydist.broadcast_object_list([tempfile.mkdtemp() if rank == 0 else ""])[0])
+    mine = torch.arange(rank, ROWS, world_size)
+    saved = len(mine) // (4 if rank == 3 else 2)
+    first = MetricCollector(ROWS, spill_nbytes=64 << 20)
+    evaluate(first, mine[:saved])
+    easydist.save(first.state_dict(), folder / f"{rank}.safetensors")
+    group = dist.new_group([0, 1, 2])
+    if rank == 3:
+        return
+    collector = MetricCollector(ROWS, spill_nbytes=64 << 20, group=group)
+    for path in sorted(folder.iterdir())[rank :: group.size()]:
+        collector.load_state_dict(easydist.load(path))
+    left = collector.missing()
+    assert len(left) == sum(len(range(r, ROWS, 4)) - len(range(r, ROWS, 4)) // (4 if r == 3 else 2) for r in range(4))
+    evaluate(collector, left[rank :: group.size()])
+    got = collector.compute(dst=0)
+    if rank == 0:
+        shutil.rmtree(folder)
+        want = answers(torch.arange(ROWS))
+        assert {name: torch.equal(got[name], column) for name, column in want.items()} == dict.fromkeys(want, True)
 
 
 def filled(**columns):
