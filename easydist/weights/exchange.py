@@ -28,7 +28,7 @@ from easydist.weights.manifest import Manifest, manifest as read
 from easydist.weights.receivers import described
 from easydist.weights.schedule import Packet, UnderWay, bucket, progress
 from easydist.weights.shared_buffers import SharedBuffers, opened
-from easydist.weights.source import Source, mesh_ranks, named, state_of
+from easydist.weights.source import Source, casts, mesh_ranks, named, state_of
 from easydist.weights.target import Target, Wanted, disagreement
 
 BUCKET_NBYTES = 64 << 20
@@ -148,8 +148,10 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
 
     def _made_source(self, comms: Communicators, sources: list[int]) -> Source:
         dtype, verify, nbytes = self._sending.dtype, self._sending.verify, bucket(self._sending.bucket_nbytes)
-        if dtype is not None and getattr(dtype, "is_floating_point", None) is not True:
-            raise TypeError(f"dtype={dtype!r} is not a floating-point dtype, such as torch.bfloat16")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and casts(torch.float32, dtype)):
+            raise TypeError(
+                f"dtype={dtype!r} is no floating-point dtype to which torch can cast, such as torch.bfloat16"
+            )
         state = self._sent = self.state()
         names = named(state, self._wanted.keep, self._wanted.rename)
         if self.takes_whole_mesh and len(sources) == 1 and (ranks := mesh_ranks(state, names)):

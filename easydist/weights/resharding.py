@@ -28,7 +28,7 @@ from easydist.weights.exchange import BUCKET_NBYTES
 from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Packet, ScheduledEntry, UnderWay, bucket, schedule
 from easydist.weights.shards import is_tensor, local
-from easydist.weights.source import packed
+from easydist.weights.source import casts, packed
 from easydist.weights.spans import Destinations, Span, check_writable, span_at, span_of
 
 __all__ = ["Resharding"]
@@ -232,8 +232,8 @@ def _wrong(names: set[str], types: Mapping[str, Any], held: _Side, wanted: _Side
         for rank, one in side.items():
             for name in sorted(one.keys() & types.keys()):
                 (dtype, shape), (theirs, there) = types[name], one[name][:2]
-                casts = side is wanted and all(getattr(torch, d).is_floating_point for d in (dtype, theirs))
-                if shape != there or (dtype != theirs and not casts):
+                fits = casts(getattr(torch, dtype), getattr(torch, theirs)) if side is wanted else dtype == theirs
+                if shape != there or not fits:
                     lines.append(f"  {name}  is {dtype} {tuple(shape)}, rank {rank} {what} {theirs} {tuple(there)}")
     return lines
 

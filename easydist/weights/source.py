@@ -38,6 +38,17 @@ Rename = Callable[[str], str] | Mapping[str, str] | None
 Filter = Callable[[str], bool] | None
 
 
+def casts(given: torch.dtype, other: torch.dtype) -> bool:
+    """True if values of one dtype can become values of the other on the way: torch has no cast from or to float4.
+
+    Example:
+        >>> casts(torch.float32, torch.float8_e4m3fn), casts(torch.float32, torch.float4_e2m1fn_x2)
+        (True, False)
+    """
+    are_floats = given.is_floating_point and other.is_floating_point
+    return given == other or (are_floats and torch.float4_e2m1fn_x2 not in (given, other))
+
+
 def state_of(model_or_dict: Any) -> Mapping[str, Any]:
     """Return the entries of a module or of a dict.
 
@@ -86,8 +97,8 @@ def _held(name: str, value: torch.Tensor | LocalShard, dtype: torch.dtype | None
     shape, is_cut = tuple(value.shape), is_shard(value)
     box = box_of(value, name) if is_cut else whole(shape)
     values = as_tensor(local(value), f"[{name!r}]")
-    casts = dtype is not None and values.is_floating_point()
-    return _HeldPart(values, box, is_cut, shape, dtype if casts and dtype is not None else values.dtype)
+    there = dtype if dtype is not None and casts(values.dtype, dtype) else values.dtype
+    return _HeldPart(values, box, is_cut, shape, there)
 
 
 def are_plain(values: Iterable[Any]) -> bool:

@@ -23,7 +23,7 @@ from easydist.weights.manifest import Manifest
 from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Packet
 from easydist.weights.shards import is_tensor, local, memory_of
-from easydist.weights.source import Filter, Rename, layout_key, named
+from easydist.weights.source import Filter, Rename, casts, layout_key, named
 from easydist.weights.spans import Destinations, Span, check_writable, new, span_of
 
 
@@ -129,8 +129,7 @@ class Target:
         if entry is None or not is_tensor(value):
             fits = entry is None and not is_tensor(value)
         else:
-            are_floats = entry.dtype.is_floating_point and value.dtype.is_floating_point
-            fits = tuple(value.shape) == entry.shape and (are_floats or value.dtype == entry.dtype)
+            fits = tuple(value.shape) == entry.shape and casts(entry.dtype, value.dtype)
         return None if fits else (name, theirs, _described(value))
 
     def allocate(self) -> None:

@@ -6,7 +6,7 @@ MUTANTS = [
     Mutant(
         "weights/exchange.py",
         "BroadcastWeights._made_source",
-        'getattr(dtype, "is_floating_point", None) is not True',
+        "not (isinstance(dtype, torch.dtype) and casts(torch.float32, dtype))",
         "not isinstance(dtype, torch.dtype)",
         "tests/weights/test_resharding.py::test_settings_that_no_transfer_could_follow",
     ),

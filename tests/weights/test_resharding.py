@@ -225,6 +225,8 @@ def test_layouts_that_do_not_fit_are_refused_everywhere(rank):
     refused(DisagreementError, "  v  is wanted, but no rank holds it", {"w": w}, {"v": w})
     refused(DisagreementError, r"w  is float32 \(4,\), rank 1 wants float32 \(5,\)", {"w": w}, {"w": torch.zeros(5)})
     refused(DisagreementError, r"rank 1 wants int64 \(4,\)", {"w": w}, {"w": torch.zeros(4, dtype=torch.int64)})
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)  # torch casts nothing to it
+    refused(DisagreementError, r"rank 1 wants float4_e2m1fn_x2 \(4,\)", {"w": w}, {"w": packed})
     refused(
         DisagreementError,
         r"  9  is wanted, but no rank holds it\n  … and 2 more$",
@@ -263,7 +265,8 @@ def test_one_process_exchanges_nothing():
     [
         ({"bucket_bytes": 0}, "bucket_bytes=0 is less than 1024"),
         ({"bucket_bytes": 1e9}, "bucket_bytes=1000000000.0 is not a number of bytes: pass an integer"),
-        ({"dtype": torch.int8}, "dtype=torch.int8 is not a floating-point dtype, such as torch.bfloat16"),
+        ({"dtype": torch.int8}, "dtype=torch.int8 is no floating-point dtype to which torch can cast, such as"),
+        ({"dtype": torch.float4_e2m1fn_x2}, "dtype=torch.float4_e2m1fn_x2 is no floating-point dtype to which"),
     ],
 )
 def test_settings_that_no_transfer_could_follow(argument, text):

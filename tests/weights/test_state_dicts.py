@@ -232,6 +232,10 @@ def test_a_sharded_source_reaches_a_rank_outside_its_mesh(rank):
 # --- what is refused
 
 
+def packed_floats(fill):
+    return torch.full((1,), fill, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+
+
 REFUSED = {
     "meta": (lambda: torch.ones(2, device="meta"), "is a meta tensor, which has no data"),
     "sparse": (lambda: torch.eye(2).to_sparse(), "not a dense tensor"),
@@ -262,6 +266,7 @@ def test_all_ranks_raise_or_none(rank):
         "y  rank 0: missing   rank 1: float32 (1,)": target | {"y": torch.zeros(1)},
         "w  rank 0: float32 (2, 3)   rank 1: float32 (3, 2)": target | {"w": torch.zeros(3, 2)},
         "w  rank 0: float32 (2, 3)   rank 1: int64 (2, 3)": target | {"w": torch.zeros(2, 3, dtype=torch.int64)},
+        "x  rank 0: float32 (1,)   rank 1: float4_e2m1fn_x2 (1,)": target | {"x": packed_floats(1)},
         "w  rank 0: float32 (2, 3)   rank 1: no tensor": target | {"w": 5},
     }
     for text, mine in misfits.items():
@@ -278,8 +283,13 @@ def test_all_ranks_raise_or_none(rank):
         RemoteError, "and 'b' both 'x'", {"a": good["x"], "b": good["x"]} if rank == 0 else target, rename=lambda _: "x"
     )
     refused(RemoteError, "bucket_bytes=5 is less", good if rank == 0 else target, bucket_bytes=5)
+    refused(RemoteError, "to which torch can cast", good if rank == 0 else target, dtype=torch.float4_e2m1fn_x2)
     weights.broadcast_state_dict(good if rank == 0 else target)
     assert target["w"].all() or rank == 0
+    mixed = good | {"p": packed_floats(7)}  # travels as it is, whatever the others become
+    got = weights.broadcast_state_dict(mixed if rank == 0 else None, dtype=torch.bfloat16)
+    assert rank == 0 or [got[name].dtype for name in "wp"] == [torch.bfloat16, torch.float4_e2m1fn_x2]
+    assert got["p"].view(torch.uint8).tolist() == [7]
 
 
 class Damaging(Collectives):
