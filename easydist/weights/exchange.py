@@ -148,7 +148,8 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
 
     def _made_source(self, comms: Communicators, sources: list[int]) -> Source:
         dtype, verify, nbytes = self._sending.dtype, self._sending.verify, bucket(self._sending.bucket_nbytes)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and casts(torch.float32, dtype)):
+        is_floating = getattr(dtype, "is_floating_point", None) is True
+        if dtype is not None and not (is_floating and casts(torch.float32, dtype)):
             raise TypeError(
                 f"dtype={dtype!r} is no floating-point dtype to which torch can cast, such as torch.bfloat16"
             )

@@ -6,8 +6,8 @@ MUTANTS = [
     Mutant(
         "weights/exchange.py",
         "BroadcastWeights._made_source",
-        "not (isinstance(dtype, torch.dtype) and casts(torch.float32, dtype))",
-        "not isinstance(dtype, torch.dtype)",
+        "is_floating and casts(torch.float32, dtype)",
+        "is_floating",
         "tests/weights/test_resharding.py::test_settings_that_no_transfer_could_follow",
     ),
     Mutant(
@@ -167,8 +167,8 @@ MUTANTS = [
     Mutant(
         "weights/resharding.py",
         "_wrong",
-        "casts = side is wanted and all(",
-        "casts = all(",
+        " if side is wanted else dtype == theirs",
+        "",
         "tests/weights/test_resharding.py::test_layouts_that_do_not_fit_are_refused_everywhere",
     ),
     Mutant(
