@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from easydist.agreement.disagreement import Row
@@ -114,6 +115,8 @@ class _Optimizer(Entries):
 
 def _is_one(own: torch.Tensor, value: Any) -> bool:
     """True if an entry of the state dict is the module's tensor itself, not something computed from it."""
+    if is_lazy(own):
+        return True
     if not isinstance(value, torch.Tensor) or (own.dtype, own.shape) != (value.dtype, value.shape):
         return False
     return (own.is_meta and value.is_meta) or memory_of(own) == memory_of(value) or local(own).numel() == 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import index
 from typing import Any, NamedTuple, SupportsIndex, TypeGuard
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from easydist.data.leaves import as_tensor
 from easydist.format import outline
 from easydist.verbs.sharded import is_sharded
 from easydist.weights.blocks import Block, shard
@@ -86,6 +88,17 @@ def empty_like(value: torch.Tensor | LocalShard) -> torch.Tensor | LocalShard:
 def is_tensor(value: object) -> TypeGuard[torch.Tensor | LocalShard]:
     """True if this is a tensor, or a part of one."""
     return isinstance(value, torch.Tensor | LocalShard)
+
+
+def check_dense(values: Mapping[str, Any]) -> None:
+    """Check that entries that are tensors have dense memory, or none yet, on the meta device.
+
+    Raises:
+        TypeError: One is sparse, nested, uninitialized, …
+    """
+    for name, value in values.items():
+        if is_tensor(value) and (is_lazy(local(value)) or not value.is_meta):
+            as_tensor(local(value), f"[{name!r}]")
 
 
 def is_shard(value: Any) -> bool:

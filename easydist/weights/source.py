@@ -94,9 +94,9 @@ class _HeldPart(NamedTuple):
 
 
 def _held(name: str, value: torch.Tensor | LocalShard, dtype: torch.dtype | None) -> _HeldPart:
+    values = as_tensor(local(value), f"[{name!r}]")  # first, as some tensors have not even a shape
     shape, is_cut = tuple(value.shape), is_shard(value)
     box = box_of(value, name) if is_cut else whole(shape)
-    values = as_tensor(local(value), f"[{name!r}]")
     there = dtype if dtype is not None and casts(values.dtype, dtype) else values.dtype
     return _HeldPart(values, box, is_cut, shape, there)
 

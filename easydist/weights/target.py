@@ -22,7 +22,7 @@ from easydist.weights.blocks import Block
 from easydist.weights.manifest import Manifest
 from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Packet
-from easydist.weights.shards import is_tensor, local, memory_of
+from easydist.weights.shards import check_dense, is_tensor, local, memory_of
 from easydist.weights.source import Filter, Rename, casts, layout_key, named
 from easydist.weights.spans import Destinations, Span, check_writable, new, span_of
 
@@ -105,6 +105,8 @@ class Target:
         """Return the differences between arriving entries and the receiver's, sorted by name; empty if all fit."""
         if self._fit is not None:
             return []
+        compared = self._mine.keys() if self._is_strict else self._mine.keys() & self._coming.keys()
+        check_dense({name: self._mine[name] for name in compared if self._into.is_writable(name)})
         if rows := self._into.misfit(self._manifest.about.get("optimizer")):
             return rows
         rows = [row for name in self._coming if (row := self._compared(name)) is not None]

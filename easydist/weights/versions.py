@@ -25,7 +25,7 @@ from easydist.typing import Group, Timeout
 from easydist.weights.holders import Publish
 from easydist.weights.manifest import Manifest
 from easydist.weights.members import Load, Member
-from easydist.weights.shards import empty_like, is_tensor, local, memory_of
+from easydist.weights.shards import check_dense, empty_like, is_tensor, local, memory_of
 from easydist.weights.source import state_of
 
 __all__ = ["WeightReceiver"]
@@ -49,7 +49,7 @@ class WeightReceiver(Member):
         arrived: The version that ``arrive`` has received and ``commit`` will take into use; None if there is none.
 
     Raises:
-        TypeError: It is neither a module nor a dict.
+        TypeError: It is neither a module nor a dict, or a tensor of it is not dense.
         ValueError: A tensor of it is on the meta device, or shares memory with another one or with itself.
 
     Cost: memory for a second copy of the weights, in which the next version arrives.
@@ -313,6 +313,7 @@ def _room_like(state: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[Any, Any] = {}
     room: dict[str, Any] = {}
     written: dict[str, torch.Tensor] = {}
+    check_dense(state)
     for name, value in state.items():
         if is_tensor(value) and value.is_meta:
             raise ValueError(

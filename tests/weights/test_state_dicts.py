@@ -239,6 +239,8 @@ def packed_floats(fill):
 REFUSED = {
     "meta": (lambda: torch.ones(2, device="meta"), "is a meta tensor, which has no data"),
     "sparse": (lambda: torch.eye(2).to_sparse(), "not a dense tensor"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
+    "uninitialized": (lambda: nn.LazyLinear(2).weight, r"\['bad'\] is not initialized yet"),
     "object": (lambda: object(), "is a object"),
 }
 
@@ -255,6 +257,11 @@ def test_all_ranks_raise_or_none(rank):
 
     for make, match in REFUSED.values():
         refused(RemoteError, match, {"w": torch.ones(2, 3), "bad": make()} if rank == 0 else target)
+    for name in ("sparse", "nested", "uninitialized"):
+        make, match = REFUSED[name]
+        sent = {"w": torch.ones(2, 3), "bad": torch.ones(2)}
+        refused(RemoteError, f"rank 1: TypeError: .*{match}", sent if rank == 0 else target | {"bad": make()})
+    refused(RemoteError, r"\['weight'\] is not initialized yet", nn.Linear(2, 2) if rank == 0 else nn.LazyLinear(2))
     refused(ValueError, "src=3 is not a rank of the group", target, 3)
     refused(ValueError, "has to name each source once", target, [])
     refused(DisagreementError, "src=1", target, 1 if rank == 1 else 0)

@@ -494,6 +494,12 @@ def test_a_receiver_on_the_meta_device_is_refused():
     assert weights.WeightReceiver(None).state is None
 
 
+@pytest.mark.parametrize("value", [torch.eye(2).to_sparse(), nn.LazyLinear(2).weight])
+def test_a_receiver_that_is_not_dense_is_refused(value):
+    with pytest.raises(TypeError, match=r"\['w'\] is not "):
+        WeightReceiver({"w": value})
+
+
 def test_a_receiver_that_commit_could_not_write_is_refused():
     flat = torch.zeros(8)
     with pytest.raises(ValueError, match=r"\['w'\] is an expanded tensor whose elements share memory"):
