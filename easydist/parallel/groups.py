@@ -38,11 +38,11 @@ class ParallelGroups(Mapping[str, GroupCoordinator]):
         return len(self._groups)
 
     def __getattr__(self, name: str) -> GroupCoordinator:
+        groups: dict[str, GroupCoordinator] = self.__dict__.get("_groups", {})  # a copy has none at first
         try:
-            group: GroupCoordinator = self.__dict__["_groups"][name]
+            return groups[name]
         except KeyError:
-            raise AttributeError(f"there is no group {name!r}; there are {', '.join(self)}") from None
-        return group
+            raise AttributeError(f"there is no group {name!r}; there are {', '.join(groups)}") from None
 
     def destroy(self) -> None:
         """Destroy all groups. A second call does nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -230,6 +230,17 @@ class MessageQueue:
     def shutdown(self) -> None:
         """Close this end, as ``close`` does."""
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be sent or copied.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "a MessageQueue is an end in this process, and cannot be pickled or copied; send its export_handle(), and "
+            "call MessageQueue.create_from_handle(handle, rank) in the other process"
+        )
 
     def __enter__(self) -> MessageQueue:
         return self

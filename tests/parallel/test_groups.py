@@ -1,5 +1,6 @@
 """Coordinators: making, destroying and compiling them, and the requests of engines."""
 
+import copy
 import gc
 import warnings
 
@@ -226,6 +227,7 @@ def test_groups_of_a_layout_and_vllms_names(rank):
     assert groups.ep.combine(torch.ones(4, 3), is_sequence_parallel=True).tolist() == [[2.0] * 3] * 2
     with pytest.raises(AttributeError, match="there is no group 'cp'; there are world, dp, pp, pcp, tp, ep, dcp"):
         groups.cp.barrier()
+    assert copy.copy(groups).tp is groups.tp
     groups.destroy()
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

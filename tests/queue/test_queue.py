@@ -1,8 +1,10 @@
 """A queue delivers all objects to all readers, in order."""
 
+import copy
 import gc
 import itertools
 import os
+import pickle
 import random
 import signal
 import threading
@@ -284,6 +286,9 @@ def test_misuse(pair):
         reader.enqueue(1)
     with pytest.raises(RuntimeError, match="Only readers can dequeue"):
         writer.dequeue()
+    for send in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"send its export_handle\(\), and call MessageQueue.create_from_handle"):
+            send(writer)
     for numbers in ((1, 2), (2, 1, [0, 1]), (2, 2, [1, 1]), (-1, 0), (1, 1, None, 0), (1, 1, None, 1, 0)):
         with pytest.raises(ValueError, match="MessageQueue: "):
             MessageQueue(*numbers)
