@@ -263,8 +263,10 @@ class Publish(BroadcastWeights):
     def begin(self, manifest: Manifest, only: Set[str] | None) -> None:
         """Tell the member which entries arrive."""
         if self._target is not None:
-            entries = manifest.names.items()
-            names = None if only is None else {name for name, key in entries if key is None or key in only}
+            names = None
+            if only is not None:
+                names = {name for name, key in manifest.names.items() if key is None or key in only}
+                names -= self._target.replaced
             self._holder.begin(names, self._streams)
 
     def values(self, comms: Communicators, agreed: Agreement) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +53,12 @@ class _Fit(NamedTuple):
     Attributes:
         written: The entry, the name of the tensor it is written to, and True if its bytes are written unchanged.
         made: The entries and dtypes of new tensors, with the names that each gets.
+        replaced: The names that are not written, because another entry is, to the same memory.
     """
 
     written: list[tuple[int, str, bool]]
     made: dict[tuple[int, torch.dtype], list[str]]
+    replaced: set[str]
 
 
 _fits: Recent[_Fit] = Recent(4)
@@ -167,28 +169,42 @@ class Target:
 
     def _found(self) -> _Fit:
         fit = _Fit(
-            [], {(self._manifest.index[key], self._manifest.entry(key).dtype): [] for key in self._manifest.extra()}
+            [],
+            {(self._manifest.index[key], self._manifest.entry(key).dtype): [] for key in self._manifest.extra()},
+            set(),
         )
-        seen: set[tuple[int, Any]] = set()
-        spans: dict[str, Span] = {}
+        spans = {name: span_of(self._mine[name], name) for name in self._mine if self._is_written(name)}
+        check_writable(spans)
+        # Of several entries that arrive in one memory, the last one stays, as after load_state_dict.
+        last = {memory_of(span.tensor): self._entry(name) for name, span in spans.items()}
+        seen: set[Any] = set()
         for name in self._coming:
             if (i := self._entry(name)) is None:
                 continue
-            value = self._mine.get(name)
-            if self._into.is_writable(name):
-                spans[name] = span = span_of(self._mine[name], name)
-                if (place := (i, memory_of(span.tensor))) not in seen:  # else tied here as on the source
+            if (span := spans.get(name)) is not None:
+                if last[place := memory_of(span.tensor)] != i:
+                    fit.replaced.add(name)
+                elif place not in seen:  # else tied here as on the source
                     seen.add(place)
                     fit.written.append((i, name, span.is_plain))
                 continue
+            value = self._mine.get(name)
             if isinstance(value, torch.Tensor) and is_sharded(value):
                 raise ValueError(
                     f"[{name!r}] is a DTensor without memory of its own; call model.to_empty(device=…) first"
                 )
             dtype = self._manifest.entries[i].dtype if value is None else value.dtype
             fit.made.setdefault((i, dtype), []).append(name)
-        check_writable(spans)
         return fit
+
+    def _is_written(self, name: str) -> bool:
+        """True if a tensor arrives that is written to this entry of the receiver's in place."""
+        return name in self._coming and self._entry(name) is not None and self._into.is_writable(name)
+
+    @property
+    def replaced(self) -> Set[str]:
+        """The receiver's names to which nothing is written, because another entry is, in the same memory."""
+        return frozenset() if self._fit is None else self._fit.replaced
 
     def parts(self) -> dict[str, Block | None]:
         """Return the block to receive of each entry of which this is not all, after ``allocate``; None is nothing.

@@ -66,6 +66,23 @@ def test_only_what_has_changed_travels(rank):
 
 
 @pytest.mark.slow
+@distributed(world_size=2)
+def test_an_entry_in_whose_memory_another_one_stays_changes_nothing(rank):
+    """Tied on the receiver, apart on the publisher: whatever has changed, it is the last one that counts."""
+    sent, one = {"a": torch.zeros(3), "b": torch.zeros(3), "c": torch.zeros(3)}, torch.zeros(3)
+    mine = {"b": one, "c": torch.zeros(3), "a": one}
+    member = WeightPublisher(sent) if rank == 0 else WeightReceiver(mine)
+    for fill, changed in enumerate([None, ["b"], ["a"], ["b", "c"], ["a", "b"], ["b"], None, ["c"]], 1):
+        for name in changed or sent:
+            sent[name].fill_(10 * fill + ord(name) - ord("a"))
+        if rank == 0:
+            member.publish(changed=changed)
+        else:
+            member.receive()
+            assert_same({name: mine[name] for name in "abc"}, {"a": sent["a"], "b": sent["a"], "c": sent["c"]})
+
+
+@pytest.mark.slow
 @distributed(world_size=3)
 def test_a_version_that_failed_leaves_nothing_in_the_next_one(rank):
     """Rank 1 has a model, rank 2 takes new tensors, and fails when it has all of a version."""

@@ -229,6 +229,24 @@ def test_a_sharded_source_reaches_a_rank_outside_its_mesh(rank):
     assert weights.broadcast_state_dict({"a": 1} if rank == 0 else None) == {"a": 1}
 
 
+def tied():
+    model = nn.ModuleDict({"z": nn.Linear(2, 3, bias=False), "a": nn.Linear(2, 3, bias=False)})
+    model["a"].weight = model["z"].weight
+    return model
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_tied_weights_that_are_apart_on_the_source_are_those_that_load_state_dict_writes_last(rank):
+    for dtypes in ((torch.float32, torch.float32), (torch.float32, torch.float64), (torch.float64, torch.float32)):
+        names = zip(("a.weight", "z.weight"), (1.0, 2.0), dtypes, strict=True)
+        sent = {name: torch.full((3, 2), fill, dtype=dtype) for name, fill, dtype in names}
+        want, got = tied(), tied()
+        want.load_state_dict(sent)
+        weights.broadcast_state_dict(sent if rank == 0 else got)
+        assert rank == 0 or torch.equal(got["a"].weight, want["a"].weight)
+
+
 # --- what is refused
 
 
