@@ -242,7 +242,9 @@ class Rendezvous:
                 changed = [r for r in self._strangers if told.get(r) != known.get(r)]
                 self.monitor.peers |= {r: Peer(r, told[r]) if r in told else self._strangers[r] for r in changed}
                 known = told
-            self.check(missing, [*missing, *self._present(told, log)] if is_first else missing)
+            # Ranks whose time was over just before did come; the last one to give up names the same ranks as the first.
+            absent = [r for r in missing if not log.has_withdrawn(r)] or missing
+            self.check(absent, [*missing, *self._present(told, log)] if is_first else missing)
             time.sleep(pause(self.size, time.monotonic() - began))
         return [told[r] for r in range(self.size)]
 

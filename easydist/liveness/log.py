@@ -99,6 +99,10 @@ class Log:
         self._sort(store)
         return self._text_of(rank)
 
+    def has_withdrawn(self, rank: int) -> bool:
+        """True if a rank had written entries and counts as one that has written nothing, as of the last ``last``."""
+        return self._last.get(rank, (0, b""))[1] == _WITHDRAWN
+
     def _text_of(self, rank: int) -> bytes | None:
         _, text = self._last.get(rank, (0, _WITHDRAWN))
         if isinstance(text, WireError):

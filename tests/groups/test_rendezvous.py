@@ -77,13 +77,22 @@ def test_the_end_of_a_rank_that_has_come_ends_the_wait_unless_it_had_given_up(st
 
     with pytest.raises(CollectiveTimeout) as caught:
         meet(store, 3, look=give_up)
-    assert caught.value.missing == (1, 2)
+    assert caught.value.missing == (2,)
     messages.append(1, record(own_page(), came.entry, False).decode())
     with pytest.raises(PeerLostError, match=r"^the group: rank 1 is lost"):
         meet(store, 3, seconds=600)
     assert (
         store.add("came/0", 0) == 1
     )  # it meets the replacement of the lost rank, which comes for the second time, too
+
+
+def test_a_rank_that_gave_up_is_missing_only_if_no_other_one_is(store, messages, came):
+    """All ranks whose time is over at about the same moment name the same ones."""
+    messages.withdraw(1)
+    for size, missing in ((3, (2,)), (2, (1,))):
+        with pytest.raises(CollectiveTimeout) as caught:
+            meet(store, size)
+        assert caught.value.missing == missing
 
 
 def test_who_has_no_time_left_is_late(store):
