@@ -6,6 +6,7 @@ counts as known if its ``__iter__`` is that of a known class: one that only look
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ def lot_of_last(rank: int, size: int, total: int | None = None) -> Lot:
     state = _class("accelerate.state", "GradientState")
     if state is None or not state._shared_state:
         return Lot()
-    loader, origin = state().active_dataloader, ACTIVE
+    loader, origin = _iterated(state()), ACTIVE
     if loader is None:
         if len(done := _done()) > 1:
             gc.collect()  # some of them may be garbage
@@ -47,6 +48,22 @@ def lot_of_last(rank: int, size: int, total: int | None = None) -> Lot:
         loader, origin = done[0], ENDED
     lot = _alone(loader, total) if size == 1 else lot_of(loader, rank, size, total)
     return lot._replace(origin=origin)
+
+
+def _iterated(state: Any) -> Any:
+    """Return the innermost loader that is being iterated; None if there is none.
+
+    accelerate still names a loader whose loop was left by ``break`` or an error. Rows may be its last batch until
+    another loader takes a step.
+    """
+    named = [loader for loader in state.dataloader_references if loader is not None]
+    return next((loader for loader in reversed(named) if not _is_left(loader)), None)
+
+
+def _is_left(loader: Any) -> bool:
+    with contextlib.suppress(TypeError):  # a list of batches, whose passes are not noted
+        return passes_of(loader).are_left()
+    return False
 
 
 def _done() -> list[Any]:

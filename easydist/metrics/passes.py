@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -37,43 +37,55 @@ class Passes:
         self.current: Pass | None = None
         self.tally = Tally()
 
-    def begin(self, start: int | None = 0, yielded: int = 0) -> Pass:
+    def begin(self, iterator: Any, start: int | None = 0, yielded: int = 0) -> Pass:
         """Begin a pass; it is current from now on.
 
         Args:
+            iterator: Its iterator.
             start: The number of batches that were done before; None if that is unknown.
             yielded: The number of batches that it has yielded already.
         """
         self.begun += 1
-        self.current = Pass(self, self.begun, start, yielded)
+        self.current = Pass(self, iterator, self.begun, start, yielded)
         return self.current
+
+    def are_left(self) -> bool:
+        """True if a loop over the loader was left before its end, and another loader has taken a step since."""
+        latest = Pass.latest
+        is_latest = latest is None or latest.passes is self
+        return self.current is not None and self.current.iterator() is None and not is_latest
 
 
 class Pass:
     """One pass over a loader.
 
     Attributes:
+        latest: The pass over any loader that took a step last; its last step finds no more batches.
+        passes: All passes over its loader.
+        iterator: A weak reference to its iterator.
         serial: Its number, from 1.
         start: The number of batches that were done before, in the pass that it resumes; None if that is unknown.
         yielded: The number of batches that it has yielded.
         has_ended: True if it has no more batches.
     """
 
-    def __init__(self, passes: Passes, serial: int, start: int | None, yielded: int) -> None:
+    latest: ClassVar[Pass | None] = None
+
+    def __init__(self, passes: Passes, iterator: Any, serial: int, start: int | None, yielded: int) -> None:
         self.serial, self.start, self.yielded, self.has_ended = serial, start, yielded, False
-        self._passes = passes
+        self.passes, self.iterator = passes, ref(iterator)
 
     def step(self) -> None:
         """Count a batch."""
         self.yielded += 1
-        if self._passes.current is not self:
-            self._passes.mixed += 1
-            self._passes.current = self
+        if self.passes.current is not self:
+            self.passes.mixed += 1
+            self.passes.current = self
 
     def end(self) -> None:
         """Note that there are no more batches."""
         if not self.has_ended:
-            self.has_ended, self._passes.finished = True, self.serial
+            self.has_ended, self.passes.finished = True, self.serial
 
 
 class LoaderSteps(NamedTuple):
@@ -144,9 +156,10 @@ def _note(iterator: Any, before: int, has_ended: bool) -> None:
     at, current = vars(iterator).get(_PASS, (None, None))
     if at != before:  # the first step, or the first since its workers began again
         try:
-            current = passes_of(iterator).begin(before)
+            current = passes_of(iterator).begin(iterator, before)
         except TypeError:  # a list of batches, which no known loader uses
             return
+    Pass.latest = current
     current.end() if has_ended else current.step()
     vars(iterator)[_PASS] = iterator._num_yielded, current
 
@@ -185,7 +198,7 @@ def _note_existing() -> None:
             start = None if hasattr(iterator, "_sampler_iter_yielded") else 0  # torchdata's may have been resumed
             vars(iterator)[_PASS] = (
                 iterator._num_yielded,
-                passes_of(iterator).begin(start, iterator._num_yielded),
+                passes_of(iterator).begin(iterator, start, iterator._num_yielded),
             )
 
 

@@ -75,6 +75,25 @@ def test_another_loader_than_the_one_that_was_meant_is_noticed(rank, world_size)
 
 
 @pytest.mark.slow
+@distributed(world_size=(1, 2))
+def test_a_loader_whose_loop_was_left_does_not_count_the_rows_of_the_next_one(rank, world_size):
+    with accelerate_state(rank, world_size):
+        train, test = prepared(range(11), 2), prepared(range(20), 2)
+        batch = next(iter(train))
+        assert whole(gather_for_metrics(rows(batch))) == [*range(2 * world_size)]
+        for batch in DataLoader(range(7), 2, sampler=DistributedSampler(range(7), world_size, rank)):
+            with pytest.raises(ValueError, match="no loader prepared with accelerate tells"):
+                gather_for_metrics(rows(batch))
+        samples = []
+        for batch in train:
+            samples += whole(gather_for_metrics(rows(batch)))
+            for part in test:
+                assert len(whole(gather_for_metrics(rows(part)))) == 2 * world_size
+                break
+        assert samples == [*range(11)]
+
+
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_accelerates_own_shuffling(rank, world_size):
     with accelerate_state(rank, world_size):
