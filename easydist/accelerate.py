@@ -232,7 +232,7 @@ def _guessing(theirs: Callable[..., Any]) -> Callable[..., Any]:
             _warn_without_loader(accelerator.gradient_state)
         if kind == "samples":
             input_data = list(input_data)  # accelerate's gather_object assumes this for everything
-        return theirs(accelerator, input_data, use_gather_object)
+        return theirs(accelerator, input_data, kind == "samples")
 
     return method
 
@@ -240,14 +240,18 @@ def _guessing(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def _kind(data: Any) -> str:
     """Classify data: accelerate's ``gather_for_metrics`` supports ``"tensors"`` and ``"samples"``, not ``"columns"``.
 
+    An empty list has no samples: other ranks may have some in theirs.
+
     Example:
         >>> _kind({"x": torch.ones(2)}), _kind(["a", "b"]), _kind({"x": torch.ones(2), "id": ["a", "b"]})
         ('tensors', 'samples', 'columns')
     """
+    is_samples = isinstance(data, list | tuple) and not any(isinstance(item, torch.Tensor) for item in data)
+    if is_samples and not data:
+        return "samples"
     with contextlib.suppress(TypeError):
         structure.recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
         return "tensors"
-    is_samples = isinstance(data, list | tuple) and not any(isinstance(item, torch.Tensor) for item in data)
     return "samples" if is_samples else "columns"
 
 

@@ -193,6 +193,21 @@ def test_bad_input_is_the_same_error_and_the_script_goes_on(rank):
 
 
 @pytest.mark.slow
+@distributed(world_size=3)
+def test_a_rank_without_samples_gathers_those_of_the_others(rank):
+    """A dispatching loader gives nothing to the last rank, so its list of names is empty."""
+    accelerator = accelerator_of(rank, 3)
+    accelerator.dataloader_config.dispatch_batches = True
+    loader = accelerator.prepare(torch.utils.data.DataLoader([7]))
+    with easydist.accelerate.enable():
+        for batch in loader:
+            names = [f"n{i}" for i in batch.tolist()]
+            assert len(names) == (rank < 2)
+            assert accelerator.gather_for_metrics(names) == ["n7"]
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.slow
 @distributed(world_size=[1, 2, 3])
 def test_what_cannot_hold_the_filling_passes_where_no_rank_has_to_pad_it(rank, world_size):
     accelerator = accelerator_of(rank, world_size)
