@@ -11,7 +11,7 @@ from typing import SupportsIndex
 import torch
 
 from easydist.base.arguments import integer
-from easydist.comms.pickled import OfThisProcess
+from easydist.groups.pickled import OfThisProcess
 from easydist.transport.backend import Addressed
 from easydist.transport.checked import Staging, demand, flat
 from easydist.transport.comm import Collectives

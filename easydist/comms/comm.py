@@ -20,7 +20,7 @@ from easydist.comms.hooks import AbortHook, PostHook, PreHook, RemovableHandle
 from easydist.comms.making import Endpoint, Made, make, recovered
 from easydist.comms.operations import Operations
 from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
-from easydist.comms.pickled import OfThisProcess
+from easydist.groups.pickled import OfThisProcess
 from easydist.comms.window import RegisteredWindow, TorchCommWindow
 from easydist.errors import EasydistError
 from easydist.groups.communicators import Communicators

@@ -12,7 +12,7 @@ from typing import SupportsIndex
 import torch
 
 from easydist.base.arguments import integer
-from easydist.comms.pickled import OfThisProcess
+from easydist.groups.pickled import OfThisProcess
 from easydist.comms.regions import Regions, check_fits, numel_of
 from easydist.data.backing import absence
 from easydist.groups.sharing import all_gather

@@ -23,6 +23,7 @@ from easydist.base.wording import counted
 from easydist.groups.communicators import Communicators
 from easydist.groups.connecting import connect, registered_group
 from easydist.groups.known import SOLO, of_group, unregistered
+from easydist.groups.pickled import OfThisProcess
 from easydist.state import ProcessState
 from easydist.state.groups import default_group, is_recovered
 
@@ -98,7 +99,7 @@ def _check_lists(lists: Sequence[Sequence[int]], size: int) -> None:
         )
 
 
-class Members:
+class Members(OfThisProcess):
     """The ranks of the group, this rank's place among them, and the process groups.
 
     Attributes:

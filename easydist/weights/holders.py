@@ -11,6 +11,7 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.base.arguments import integer
 from easydist.groups.communicators import Communicators
+from easydist.groups.pickled import OfThisProcess
 from easydist.state import communicators
 from easydist.typing import Group
 from easydist.verbs.ranks import named_rank
@@ -26,7 +27,7 @@ _TOO_LARGE = 1 << 63
 """The members tell the version as JSON, which would round a much larger number."""
 
 
-class Holder:
+class Holder(OfThisProcess):
     """A member of a group that shares versions of the same weights.
 
     Args:

@@ -21,6 +21,7 @@ from easydist.data.leaves import as_tensor
 from easydist.data.packing import dtype_name, sort_key
 from easydist.errors import DisagreementError
 from easydist.groups.communicators import Communicators
+from easydist.groups.pickled import OfThisProcess
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
 from easydist.weights.blocks import Block, BlockTransfer, Delivery, block_transfers
@@ -36,7 +37,7 @@ __all__ = ["Resharding"]
 _CPU = torch.device("cpu")
 
 
-class Resharding:
+class Resharding(OfThisProcess):
     """A repeatable transfer of weights from one layout to another. The plan of its slices is computed once.
 
     Law: after ``run`` every target tensor holds the values that the source tensor of that name has there, cast to its

@@ -1,4 +1,4 @@
-"""Pickles and copies of communicators, windows and batches stand for the same object in the same process."""
+"""Pickles and copies of what belongs to a process stand for the same object there: communicators, coordinators, …"""
 
 import copy
 import pickle
@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from easydist.comms import ReduceOp, new_comm
+from easydist.parallel import parallel_groups
 from easydist.testing import default_pool, distributed
+from easydist.weights import Resharding, WeightPublisher, WeightReceiver
 
 
 @distributed(world_size=2)
@@ -23,6 +25,20 @@ def test_in_the_same_process_they_are_the_same_object(rank):
     copy.deepcopy(module).comm.all_reduce(total, ReduceOp.SUM, async_op=False)
     assert total.tolist() == [2, 2]
     comm.finalize()
+
+
+@distributed(world_size=2)
+def test_a_model_is_copied_with_its_group_and_its_receiver(rank):
+    model = torch.nn.Linear(2, 2)
+    weights = {"w": torch.ones(2)}
+    groups = parallel_groups(tp=2)
+    held = [groups.tp, Resharding(weights, {"w": torch.zeros(2)})]
+    held.append(WeightReceiver(model) if rank else WeightPublisher(model))
+    module = torch.nn.Module()
+    module.held = held
+    assert [one is other for one, other in zip(copy.deepcopy(module).held, held, strict=True)] == [True] * 3
+    assert copy.deepcopy(groups).tp is groups.tp
+    groups.destroy()
 
 
 def pickled(rank, world_size):
