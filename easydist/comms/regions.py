@@ -239,8 +239,9 @@ def check_fits(numel: int, offset: int, dtype: torch.dtype, nbytes: int) -> None
     Raises:
         RuntimeError: They do not fit.
     """
-    end = (numel + offset) * dtype.itemsize
-    if offset < 0 or end > nbytes:
+    if offset < 0:
+        raise RuntimeError(f"the offset in the window must not be negative, got {offset}")
+    if (end := (numel + offset) * dtype.itemsize) > nbytes:
         raise RuntimeError(
             f"Requested size ({end} bytes) exceeds the window size ({nbytes} bytes): {numel} elements of {dtype} at "
             f"offset {offset}, which counts elements"

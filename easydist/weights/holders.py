@@ -224,7 +224,7 @@ class Publish(BroadcastWeights):
 
     def _changed_names(self, changed: Iterable[str]) -> list[str]:
         """Return the names under which the changed entries travel."""
-        if isinstance(changed, str):
+        if isinstance(changed, str) or not isinstance(changed, Iterable):
             raise TypeError(f"changed= takes a list of names, got {changed!r}")
         asked = set(changed)
         names = named(self.state(), self._holder.wanted.keep, self._holder.wanted.rename)

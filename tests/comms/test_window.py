@@ -55,7 +55,7 @@ def test_bounds_are_checked_and_sizes_agree(rank):
     for call, text in (
         (lambda: window.put(torch.ones(17), 1, 0, False), r"Requested size \(68 bytes\) exceeds the window size \(64"),
         (lambda: window.put(torch.ones(1), 1, 16, False), r"Requested size \(68 bytes\) exceeds"),
-        (lambda: window.put(torch.ones(1), 1, -1, False), "exceeds the window size"),
+        (lambda: window.put(torch.ones(1), 1, -1, False), "offset in the window must not be negative, got -1"),
         (lambda: window.put(torch.ones(1), 2, 0, False), r"dst_rank must be in range \[0, 2\)"),
         (lambda: window.get_tensor(0, (9,), torch.float64, 0), r"\(72 bytes\) exceeds"),
         (lambda: window.get_tensor(0, (-1,), torch.float64, 0), "must not be negative"),

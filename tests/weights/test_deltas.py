@@ -166,6 +166,7 @@ def test_names_that_are_not_published_are_refused_everywhere(rank):
     assert (member.publish() if rank == 0 else member.receive()) == 1
     refused(["w", "rest", "model.b"], "ValueError: changed= contains 'rest', 'w', not among the published entries")
     refused("model.w", "TypeError: changed= takes a list of names, got 'model.w'")
+    refused(5, "TypeError: changed= takes a list of names, got 5")
     refused([["model.w"]], "TypeError")
     publisher["model.w"].fill_(2)
     assert (member.publish(changed=["model.w"]) if rank == 0 else member.receive()) == 2
