@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -134,6 +135,26 @@ def fork(*modules):
     interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {SCRIPTS}/forked.py {folder} "$@"\n')
     interpreter.chmod(0o700)
     return interpreter
+
+
+def in_a_child(call):
+    """Return the text of the error that a call raises in a forked child; empty if it raises none."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gloo has threads
+        child = os.fork()
+    if not child:
+        try:
+            call()
+        except BaseException as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text
 
 
 def free_port():

@@ -437,8 +437,9 @@ class Communicators:
 
         Raises:
             EasydistError: The errors of ``Recovery.run``.
-            RuntimeError: The group has been recovered already.
+            RuntimeError: The group has been recovered already, or this process is a forked child.
         """
+        self.demand_own_process()
         with alone(self._recovers):
             return self._recovered(timeout, connect)
 

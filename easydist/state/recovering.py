@@ -59,7 +59,7 @@ def recover(group: Any = None, *, timeout: Timeout | None = None) -> Any:
         PeerLostError: The survivors cannot agree: the store that they need has ended with its rank, and they are on
             several hosts or had made no call yet. The text contains advice.
         OverlappingCallError: Another thread of this process is recovering the group. Let it wait for that thread.
-        RuntimeError: The group was recovered already.
+        RuntimeError: The group was recovered already, or this process is a child of a rank.
         TypeError: ``group`` is not a group.
 
     Example:

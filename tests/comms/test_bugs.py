@@ -1,16 +1,14 @@
 """The faults of torchcomms' own gloo backend, and the semantics that its page leaves out."""
 
 import gc
-import os
 import threading
 import time
-import warnings
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from launching import within
+from launching import in_a_child, within
 
 import easydist
 from easydist.comms import CommTimeout, RedOpType, ReduceOp, new_comm, objcol
@@ -298,26 +296,6 @@ def test_finalize_completes_the_collectives_under_way(backend, rank):
         comm.all_reduce(large, ReduceOp.SUM, False)
         assert large.unique().tolist() == [2.0]
     comm.finalize()
-
-
-def in_a_child(call):
-    """Return the text of the error that a call raises in a forked child; empty if it raises none."""
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # gloo has threads
-        child = os.fork()
-    if not child:
-        try:
-            call()
-        except BaseException as error:
-            os.write(write, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with open(read) as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    return text
 
 
 @pytest.mark.slow

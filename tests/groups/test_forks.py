@@ -6,7 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import forked, free_port
+import torch
+import torch.distributed as dist
+from launching import forked, free_port, in_a_child
+
+import easydist
+import easydist.process_group
+from easydist.testing import distributed
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -140,6 +146,20 @@ def test_a_worker_of_a_data_loader_knows_its_rank_and_exchanges_nothing(tmp_path
 def test_a_child_that_was_not_forked_exchanges_nothing_and_disturbs_nobody(tmp_path, monkeypatch, memory):
     monkeypatch.setenv("EASYDIST_SHM", memory)
     assert run(tmp_path, STARTS_CHILDREN, torchrun=True) == ["well 0", "well 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "easydist_shm"])
+@distributed(world_size=2)
+def test_a_child_does_not_recover_the_group_of_its_parent(rank, backend):
+    group = dist.new_group(backend=backend)
+    assert easydist.reduce(1, "sum", group=group) == 2
+    if rank == 0:
+        told = in_a_child(lambda: easydist.recover(group))
+        assert told.startswith("this process is a child of a rank of the group")
+    assert easydist.reduce(1, "sum", group=group) == 2  # rank 1 has waited here meanwhile, and heard of no recovery
+    dist.all_reduce(tensor := torch.ones(1), group=group)
+    assert tensor.item() == 2
 
 
 @pytest.mark.slow
