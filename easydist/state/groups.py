@@ -186,8 +186,9 @@ def _made_in(monitor: Monitor, store: Store, seconds: float, world: World, backe
     place: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": limit}
     try:
         # Only an ended rank ends this: after other errors the ranks try again, while torch would still make this group.
-        there = own_connection(store)
-        connect(lambda: dist.init_process_group(backend, store=there, **place), seconds, monitor, monitor.raise_if_lost)
+        check = monitor.raise_if_lost
+        there = connect(lambda: own_connection(store), seconds, monitor, check)
+        connect(lambda: dist.init_process_group(backend, store=there, **place), seconds, monitor, check)
     except BaseException:
         torch_groups.set_count(count)  # it numbers the groups, and the ranks may try again
         raise

@@ -7,6 +7,7 @@ A case is the world size and the scenario.
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ from launching import within
 
 import easydist
 from easydist import EasydistError, ProcessState
-from easydist.state import communicators
+from easydist.state import communicators, groups
 
 SHORT, LONG = within(0.7), within(20)
 
@@ -125,6 +126,29 @@ def recovered(limit):
     dist.barrier(group)
     state, others = ProcessState(), call(LONG)
     return {"second": others, "place": [state.process_index, state.num_processes, group.rank(), group.size()]}
+
+
+def full(rank, others_are_done):
+    """Rank 1 has no descriptor for another connection to the store; torch tries again, until its limit is over."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    own = groups.own_connection
+
+    def connection(store):
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        holes = [os.dup(0) for _ in range(highest - len(os.listdir("/proc/self/fd")) + 2)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(highest, *holes) + 1, limits[1]))
+        try:
+            return own(store)
+        finally:
+            for one in holes:
+                os.close(one)
+
+    if rank == 1:
+        groups.own_connection = connection
+    first = call(SHORT)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    groups.own_connection = own
+    return {"first": first, "second": call(LONG)}
 
 
 def half(rank, others_are_done):

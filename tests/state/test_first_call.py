@@ -20,6 +20,7 @@ CASES = [
     "2/destroyed",
     "2/connecting",
     "3/connecting",
+    "2/full",
     "3/gone",
     "4/half",
     "3/absent",
@@ -64,6 +65,14 @@ def test_a_rank_that_dies_while_the_group_is_connected_is_named_at_once(case):
     assert rows[0]["first"]["seconds"] < launching.within(10)
     assert sorted(statuses) == [-9, *[0] * last]
     check_survivors(rows, list(range(last)))
+
+
+def test_a_rank_that_gets_no_connection_to_the_store_has_a_limit_too():
+    rows, statuses = outcome("2/full")
+    assert {row["first"]["type"] for row in rows.values()} <= {"CollectiveTimeout", "RemoteError"}
+    assert all(row["first"]["seconds"] < launching.within(10) for row in rows.values())
+    assert [rows[rank]["second"] for rank in (0, 1)] == [{"got": [0, 1]}] * 2
+    assert set(statuses) == {0}
 
 
 def check_survivors(rows, left):
