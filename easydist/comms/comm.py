@@ -20,10 +20,10 @@ from easydist.comms.hooks import AbortHook, PostHook, PreHook, RemovableHandle
 from easydist.comms.making import Endpoint, Made, make, recovered
 from easydist.comms.operations import Operations
 from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
-from easydist.groups.pickled import OfThisProcess
 from easydist.comms.window import RegisteredWindow, TorchCommWindow
 from easydist.errors import EasydistError
 from easydist.groups.communicators import Communicators
+from easydist.groups.pickled import OfThisProcess
 from easydist.groups.recovering import TIMEOUT, Recovery, alone
 from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend

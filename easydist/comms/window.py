@@ -12,9 +12,9 @@ from typing import SupportsIndex
 import torch
 
 from easydist.base.arguments import integer
-from easydist.groups.pickled import OfThisProcess
 from easydist.comms.regions import Regions, check_fits, numel_of
 from easydist.data.backing import absence
+from easydist.groups.pickled import OfThisProcess
 from easydist.groups.sharing import all_gather
 from easydist.transport.checked import flat
 from easydist.transport.comm import Collectives

@@ -97,9 +97,16 @@ MUTANTS = [
     Mutant(
         "state/groups.py",
         "_made_in",
-        ", seconds, monitor, monitor.raise_if_lost)",
-        ", seconds)",
+        "store=there, **place), seconds, monitor, check)",
+        "store=there, **place), seconds)",
         "tests/state/test_first_call.py -k test_a_rank_that_dies_while_the_group_is_connected_is_named_at_once",
+    ),
+    Mutant(
+        "state/groups.py",
+        "_made_in",
+        "connect(lambda: own_connection(store), seconds, monitor, check)",
+        "own_connection(store)",
+        "tests/state/test_first_call.py -k test_a_rank_that_gets_no_connection_to_the_store_has_a_limit_too",
     ),
     Mutant(
         "groups/membership.py",
