@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import DistError, DistNetworkError, PrefixStore, Store
 
 from easydist.base.forks import NOT_A_RANK
 from easydist.errors import EasydistError, PeerLostError, WireError
@@ -69,7 +69,7 @@ def found(founding: Founding, monitor: Monitor, store: Store | None, call: tuple
     Raises:
         CollectiveTimeout: Some ranks did not come. The next call tries again.
         PeerLostError: A rank has ended.
-        RuntimeError: Another process is this rank.
+        RuntimeError: Another process is this rank, or this is rank 0 and cannot serve the store (DistNetworkError).
     """
     if monitor.broken is not None and monitor.broken.is_final:
         monitor.raise_if_broken()
@@ -137,11 +137,22 @@ def _reached(founding: Founding, monitor: Monitor) -> Store:
         raise
     except (NoAnswerError, DistError) as error:
         if founding.is_served_by_rank_0 and founding.rank == 0:
-            raise  # the port is in use, for example
+            raise DistNetworkError(_unserved(founding.where, error)) from error
         raise monitor.late([], limit) from error
     monitor.unreached = None
     _use(store, monitor)
     return store
+
+
+def _unserved(where: str, error: Exception) -> str:
+    text = f"rank 0 cannot serve the store of the group at {where}: {error}"
+    if "EADDRINUSE" not in text:
+        return text
+    return (
+        f"rank 0 cannot serve the store of the group at {where}, because the port is in use: by another job, by a "
+        "process that an earlier job left behind, or by the rank of which this process is a child. Set another "
+        "MASTER_PORT on all ranks, or end the other process"
+    )
 
 
 def _use(store: Store, monitor: Monitor) -> None:

@@ -1,6 +1,7 @@
 """The first call of a launched job: its limit, its warning, late ranks, mistakes, and values that are damaged."""
 
 import functools
+import socket
 from pathlib import Path
 
 import launching
@@ -157,3 +158,11 @@ def test_a_rank_that_destroys_the_group_of_the_first_call_is_known_to_have_left(
     assert statuses == [0, 0]
     assert rows[0]["first"]["type"] == "PeerLostError"
     assert rows[0]["first"]["text"].startswith("gather: rank 1 has left the group: ")
+
+
+def test_rank_0_says_that_its_port_is_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1])}
+        _, err = launching.forked("-c", "import easydist; easydist.gather(1)", status=1, **place)
+    text = f"cannot serve the store of the group at 127.0.0.1:{place['MASTER_PORT']}, because the port is in use: by"
+    assert text in err.splitlines()[-1]
