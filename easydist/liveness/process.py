@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import weakref
+from collections.abc import Iterator
 
 from easydist.liveness.page import PeerPage
 
@@ -75,6 +76,15 @@ def exit_status(pid: int | None) -> int | None:
     with contextlib.suppress(IndexError, ValueError):
         return os.waitstatus_to_exitcode(int(fields[48])) if state in _DEAD else None
     return None
+
+
+def ancestors() -> Iterator[int]:
+    """Return the processes from which this one descends, its parent first, as far as they are visible here."""
+    pid = os.getppid()
+    while pid > 1:
+        yield pid
+        fields = _state(pid)
+        pid = int(fields[1]) if len(fields) > 1 else 0
 
 
 def _state(pid: int | None) -> list[str]:

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from easydist.groups.connecting import connect, own_connection
 from easydist.groups.founding import Founding
 from easydist.groups.known import let_go, of_comm, of_group
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.page import PeerPage
+from easydist.liveness.process import ancestors
 from easydist.liveness.timed_store import reached, served
 from easydist.state.environment import World, has_agent, launched, restart_key
 from easydist.transport.comm import Collectives
@@ -153,11 +156,13 @@ def founding(
         use: Gets the group once it is made.
 
     Raises:
-        RuntimeError: This process is a copy of a rank.
+        RuntimeError: This process is a child of a rank, with the rank's variables.
         ValueError: This build of torch lacks the backend.
     """
     if forks.is_copy() or forks.is_worker():
         raise RuntimeError(forks.NOT_A_RANK)
+    if (pid := next(filter(functools.partial(_is_rank, world), ancestors()), None)) is not None:
+        raise RuntimeError(f"rank {world.rank} is process {pid}; {forks.NOT_A_RANK}")
     _demand_built(backend)
     limit = timeout or torch_groups.default_timeout(backend.partition(",")[0].rpartition(":")[2])
 
@@ -170,6 +175,18 @@ def founding(
     reach = functools.partial(store_of_group, world)
     where = f"{world.address}:{world.port}"
     return Founding(world.rank, world.size, limit.total_seconds(), backend, where, not has_agent(), reach, make)
+
+
+def _is_rank(world: World, pid: int) -> bool:
+    """True if a process was launched as this rank of this world and is in a group of it, whoever made the group."""
+    page = PeerPage.find(pid)
+    if page is None or (world.rank, world.size) not in {(entry.rank, entry.size) for entry in page.entries()}:
+        return False
+    try:
+        began = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+        return launched(dict(each.split("=", 1) for each in began if "=" in each)) == world
+    except (OSError, ValueError):
+        return False
 
 
 def _demand_built(backend: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launching import forked, free_port, in_a_child
+from launching import forked, free_port, in_a_child, within
 
 import easydist
 import easydist.process_group
@@ -60,7 +60,7 @@ if __name__ == "__main__":
 """
 
 STARTS_CHILDREN = """
-import os, subprocess, sys, easydist
+import os, subprocess, sys, easydist, torch.distributed as dist
 from multiprocessing import get_context
 
 def told(_):
@@ -70,9 +70,11 @@ def told(_):
         return str(error)
 
 if __name__ == "__main__":
+    if "torch" in sys.argv:
+        dist.init_process_group("gloo")
     rank = easydist.gather_object(easydist.ProcessState().process_index).index(int(os.environ["RANK"]))
     start = f"rank {rank} is process {os.getpid()}; this process is a child of a rank of the group"
-    if rank == 0:  # the others would take a child for this rank
+    if rank == 0 or "torch" in sys.argv:  # the others would take a child for this rank, or the children one another
         with get_context("spawn").Pool(1) as pool:
             assert pool.map(told, [0])[0].startswith(start)
         done = subprocess.run([sys.executable, "-c", "import easydist; easydist.gather(1, timeout=20)"],
@@ -160,6 +162,30 @@ def test_a_child_does_not_recover_the_group_of_its_parent(rank, backend):
     assert easydist.reduce(1, "sum", group=group) == 2  # rank 1 has waited here meanwhile, and heard of no recovery
     dist.all_reduce(tensor := torch.ones(1), group=group)
     assert tensor.item() == 2
+
+
+@pytest.mark.slow
+def test_a_child_of_a_rank_whose_group_torch_has_made_exchanges_nothing(tmp_path):
+    assert run(tmp_path, STARTS_CHILDREN, "torch", torchrun=True) == ["well 0", "well 1"]
+
+
+@pytest.mark.slow
+def test_a_child_of_rank_0_is_told_so_where_that_rank_serves_the_store(tmp_path):
+    script, port = tmp_path / "script.py", str(free_port())
+    script.write_text(STARTS_CHILDREN)
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=os.environ | env | {"PYTHONPATH": str(ROOT), "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(ranks):
+        assert process.communicate(timeout=within(60)) == (f"well {rank}\n", "")
 
 
 @pytest.mark.slow
