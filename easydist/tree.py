@@ -23,7 +23,7 @@ import torch
 from easydist.base import html
 from easydist.base.torch_private import NODES, register_node
 from easydist.base.wording import some
-from easydist.typing import Tree
+from easydist.typing import T, Tree
 
 __all__ = [
     "Spec",
@@ -149,6 +149,22 @@ def _refilled(template: Any, fill: Callable[[Any], None]) -> Any:
     return None
 
 
+def _made(cls: type[T], contents: Any) -> T:
+    """Return a new container with these contents, as the constructors of most classes do.
+
+    Raises:
+        TypeError: This constructor does not.
+    """
+    try:
+        return cls(contents)  # type: ignore[call-arg]
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise TypeError(
+            f"a {cls.__name__} cannot be made again from its contents ({reason}); register the class with "
+            "easydist.tree.register"
+        ) from error
+
+
 def _close_mapping(template: Mapping[Any, Any], children: list[Any]) -> Mapping[Any, Any]:
     items = dict(zip(template, children, strict=True))
 
@@ -158,7 +174,7 @@ def _close_mapping(template: Mapping[Any, Any], children: list[Any]) -> Mapping[
 
     keeps_attributes = isinstance(template, dict | UserDict) and getattr(template, "__dict__", None) is not template
     clone = _refilled(template, fill) if keeps_attributes else None
-    return type(template)(items) if clone is None else clone  # type: ignore[call-arg]
+    return _made(type(template), items) if clone is None else clone
 
 
 def _close_size(_: None, children: list[Any]) -> tuple[Any, ...]:
@@ -193,7 +209,7 @@ def _close_list(template: list[Any], children: list[Any]) -> list[Any]:
         clone[:] = children
 
     clone: list[Any] | None = _refilled(template, fill)
-    return type(template)(children) if clone is None else clone
+    return _made(type(template), children) if clone is None else clone
 
 
 _DICT = _Container(lambda d: (_keyed(d), list(d.values()), list(d)), lambda keys, c: dict(zip(keys, c, strict=True)))
@@ -203,7 +219,7 @@ _SIZE = _Container(lambda d: (_indexed(d), d, None), _close_size)
 _NAMEDTUPLE = _Container(
     lambda d: ([f".{f}" for f in d._fields], d, type(d)), lambda cls, children: cls._make(children)
 )
-_TUPLE_SUBCLASS = _Container(lambda d: (_indexed(d), d, type(d)), lambda cls, children: cls(children))
+_TUPLE_SUBCLASS = _Container(lambda d: (_indexed(d), d, type(d)), _made)
 _LIST_SUBCLASS = _Container(lambda d: (_indexed(d), d, d), _close_list)
 _MAPPING = _Container(lambda d: (_keyed(d), [d[key] for key in d], d), _close_mapping)
 _DATACLASS = _Container(_open_dataclass, _close_dataclass)

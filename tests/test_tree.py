@@ -420,3 +420,28 @@ def test_containers_without_a_copy_that_can_be_changed_are_made_anew():
         values, spec = tree.flatten(data)
         got = spec.rebuild([2])
         assert (values, type(got), tree.flatten(got)[0], tree.flatten(data)[0]) == ([1], type(data), [2], [1])
+
+
+class Strict(dict):
+    """A dict that is refused once it has other values than text, and cannot be copied."""
+
+    def __init__(self, items):
+        if not all(isinstance(value, str) for value in items.values()):
+            raise RuntimeError("only text")
+        super().__init__(items)
+
+    def __copy__(self):
+        raise TypeError("no copies")
+
+
+class Pair(tuple):
+    def __new__(cls, one, other):
+        return super().__new__(cls, (one, other))
+
+
+@pytest.mark.parametrize(("made", "reason"), [(Strict({"a": "1"}), "RuntimeError: only text"), (Pair(1, 2), "TypeErr")])
+def test_a_container_that_cannot_be_made_again_names_its_class_and_the_remedy(made, reason):
+    is_leaf = lambda value: isinstance(value, str | int)  # noqa: E731
+    leaves, spec = tree.flatten(made, is_leaf)
+    with pytest.raises(TypeError, match=rf"a {type(made).__name__} cannot be made again .*\({reason}.*tree\.register"):
+        spec.rebuild([torch.tensor(0) for _ in leaves])
