@@ -136,7 +136,7 @@ class RemoteError(EasydistError):
     an exception, was interrupted, or has left the group to recover it, while this one waited for it.
 
     Attributes:
-        rank: The rank that failed, in the group; None if it is not known.
+        rank: The rank that failed, in the group; the lowest one if several did; None if it is not known.
     """
 
     rank: int | None = None

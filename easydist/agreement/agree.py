@@ -187,8 +187,15 @@ def _raise_together(comms: Communicators, faults: dict[int, dict[str, Any]], min
             del mine
     bodies = [one["body"] for one in faults.values() if 0 < one["body"] <= comms.bodies]
     if bodies:  # some ranks have left a body that this one is in, and come to no other exchange in it
-        comms.left = min(bodies), shared(comms, RemoteError(fault_text(faults)))
-    raise shared(comms, RemoteError(fault_text(faults))) from mine
+        comms.left = min(bodies), shared(comms, _remote(faults))
+    raise shared(comms, _remote(faults)) from mine
+
+
+def _remote(faults: dict[int, dict[str, Any]]) -> RemoteError:
+    """Return the error about ranks that have failed; its ``rank`` is the lowest of them."""
+    error = RemoteError(fault_text(faults))
+    error.rank = min(faults)
+    return error
 
 
 def _disagree(comms: Communicators, operation: str, call: Call) -> NoReturn:

@@ -394,7 +394,9 @@ def _raise_faults(
 
 
 def _remote(name: str, rank: int, text: torch.Tensor) -> RemoteFault:
-    return RemoteFault(f"{name}: rank {rank} failed: {bytes(text.cpu().numpy()).decode(errors='replace')}")
+    error = RemoteFault(f"{name}: rank {rank} failed: {bytes(text.cpu().numpy()).decode(errors='replace')}")
+    error.rank = rank
+    return error
 
 
 def _text(error: Exception) -> torch.Tensor:

@@ -77,20 +77,32 @@ def decode(frame: torch.Tensor) -> Message:
 
 def terms_of(error: EasydistError) -> dict[str, Any]:
     """Describe an error so that both ranks can raise it."""
-    return {"error": type(error).__name__, "text": str(error)}
+    terms = {"error": type(error).__name__, "text": str(error)}
+    return terms | {"rank": error.rank} if isinstance(error, RemoteError) else terms
 
 
 def error_of(terms: dict[str, Any]) -> EasydistError:
     """Return the error that ``terms_of`` has described."""
-    return _ERRORS.get(terms.get("error", ""), RemoteError)(terms.get("text", ""))
+    error = _ERRORS.get(terms.get("error", ""), RemoteError)(terms.get("text", ""))
+    if isinstance(error, RemoteError):
+        error.rank = terms.get("rank")
+    return error
 
 
-def shareable(error: Exception, text: str) -> EasydistError:
+def shareable(error: Exception, text: str, rank: int) -> EasydistError:
     """Return an error that two ranks can raise alike.
 
     Args:
         error: The error of this rank.
         text: The text to use unless the error's type means the same on both ranks.
+        rank: This rank.
     """
     kind = _ERRORS.get(type(error).__name__)
-    return RemoteError(text[:LONGEST]) if kind is None or type(error) is not kind else kind(str(error)[:LONGEST])
+    return remote(text, rank) if kind is None or type(error) is not kind else kind(str(error)[:LONGEST])
+
+
+def remote(text: str, rank: int) -> RemoteError:
+    """Return the error about a rank that has failed, with as much of the text as a frame can hold."""
+    error = RemoteError(text[:LONGEST])
+    error.rank = rank
+    return error

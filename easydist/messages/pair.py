@@ -207,7 +207,7 @@ class Pair:
             f"{self._operation}: rank {self._comms.rank} failed before the exchange\n  rank {self._comms.rank}: "
             f"{_lines(error)}\nNothing was changed, and the group keeps working. Fix the error on that rank."
         )
-        return self._told(kind, RemoteError(text[: frames.LONGEST]))
+        return self._told(kind, frames.remote(text, self._comms.rank))
 
     def _told(self, kind: int, error: E) -> E:
         """Send an error, and return it."""
@@ -272,7 +272,7 @@ class Pair:
             f"  rank {self._comms.rank}: {_lines(error)}\n"
             "Nothing was changed, and the group keeps working. Fix the error on that rank."
         )
-        known: EasydistError = frames.shareable(error, text)
+        known: EasydistError = frames.shareable(error, text, self._comms.rank)
         channel = self._channel
         channel.answer(message, known)
         for device, nbytes in message.terms.get("data", ()):

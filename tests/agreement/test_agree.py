@@ -115,6 +115,16 @@ def test_the_original_error_is_the_cause_on_the_rank_that_failed(rank):
     assert type(caught.value.__cause__) is (type(None) if rank else TypeError)
 
 
+@distributed(world_size=3)
+def test_the_error_holds_the_lowest_rank_that_failed(rank):
+    with pytest.raises(RemoteError) as caught:
+        easydist.gather(torch.ones(1).to_sparse() if rank else torch.ones(1))
+    assert caught.value.rank == 1
+    with pytest.raises(KeyError if rank == 2 else RemoteError) as raised, easydist.together():
+        {0: 0, 1: 1}[rank]
+    assert getattr(raised.value, "rank", 2) == 2
+
+
 @distributed(world_size=(2, 3))
 def test_errors_with_another_text_on_each_rank_are_one_that_names_them_all(rank, world_size):
     lines = message(lambda: easydist.gather(rank, dst=world_size + rank)).splitlines()

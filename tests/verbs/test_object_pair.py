@@ -38,8 +38,11 @@ def both(rank, sending, receiving):
     with pytest.raises((RemoteError, DisagreementError)) as caught:
         sending() if rank == 0 else receiving()
     works_on(rank)
-    texts = easydist.gather_object([f"{type(caught.value).__name__}: {caught.value}"])
+    error = caught.value
+    texts = easydist.gather_object([f"{type(error).__name__}: {error}"])
     assert texts[0] == texts[1]
+    if isinstance(error, RemoteError):
+        assert f"\n  rank {error.rank}: " in str(error)
     return texts[0]
 
 
