@@ -101,13 +101,16 @@ class _AssertEqual(Verb[None]):
         differing = [path for path in paths if any(one.get(path) != values[0].get(path) for one in values)]
         rows = {path: [one[path][0] if path in one else "missing" for one in values] for path in differing[:SHOWN]}
         alike = [path for path, texts in rows.items() if len(set(texts)) == 1]
-        shown = {path or "the value": rows[path] for path in rows if path not in alike} | self._elements(comms, alike)
+        places = self._elements(comms, alike)
+        shown: dict[str, list[str]] = dict(
+            places.get(path, (path or "the value", texts)) for path, texts in rows.items()
+        )
         head = f"assert_equal: ranks differ in {len(differing)} of {len(paths)} values"
         text = values_text(head, shown, len(differing) - len(rows), [one["site"] for one in every])
         return "\n".join([message, text]) if (message := every[0]["message"]) else text
 
-    def _elements(self, comms: Communicators, paths: list[str]) -> dict[str, list[str]]:
-        """Return the first element that differs of the data at these paths, by its place, as text on each rank."""
+    def _elements(self, comms: Communicators, paths: list[str]) -> dict[str, tuple[str, list[str]]]:
+        """Return the first element that differs of the data at each path: its place, and its text on each rank."""
         by_path = {value.path: value for value in self._values}
         values = [by_path[path] for path in paths]
         digests = exchange_json(comms, [value.digests.hex() for value in values])
@@ -115,7 +118,7 @@ class _AssertEqual(Verb[None]):
         mine = [bytes(value.block(number)).hex() for value, number in zip(values, numbers, strict=True)]
         blocks = exchange_json(comms, mine)
         columns = zip(values, numbers, zip(*blocks, strict=True), strict=True)
-        return dict(_element(value, number, list(map(bytes.fromhex, texts))) for value, number, texts in columns)
+        return {one.path: _element(one, number, list(map(bytes.fromhex, texts))) for one, number, texts in columns}
 
 
 def _first_difference(digests: Any) -> int:
