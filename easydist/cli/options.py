@@ -50,7 +50,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--survivors", action="store_true")
     parser.add_argument("--job-key")
     _add_for_clusters(parser)
-    parser.error = _fail  # type: ignore[method-assign]
+    parser.error, parser.print_help = _fail, _print_help  # type: ignore[method-assign]
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(torch.cuda.device_count() or 2))
     if "PET_TEE" not in os.environ:
@@ -69,6 +69,10 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     if args.standalone or _is_alone(args):
         _meet_on_loopback(args)
     return args
+
+
+def _print_help(file: object = None) -> None:
+    click.echo(click.get_current_context().get_help())
 
 
 def _fail(message: str) -> NoReturn:

@@ -25,11 +25,7 @@ def _files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
 @click.command(
     epilog=_EXAMPLE,
     options_metavar="[-n N] [-m] [--survivors] [--job-key FILE] [--on ray|slurm] [TORCHRUN OPTIONS]",
-    context_settings={
-        "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
-        "help_option_names": ["--help"],
-    },
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.argument(
     "arguments", metavar="SCRIPT [ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED, required=True, shell_complete=_files
@@ -48,8 +44,8 @@ def run(arguments: tuple[str, ...]) -> None:
       --job-key FILE  sign what the ranks write to the store; the file is made
                       if there is none, and every host needs it
 
-    All options of torchrun are accepted, including those for several machines. With --on ray or --on slurm the
-    following ones take their place:
+    All options of torchrun are accepted, including those for several machines; torchrun --help lists them. With
+    --on ray or --on slurm the following ones take their place:
 
     \b
       --on ray        run on a Ray cluster, which gets the working directory

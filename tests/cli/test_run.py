@@ -440,6 +440,14 @@ def test_a_missing_script_is_named_as_in_the_help(options):
     assert (said.exit_code, "Error: Missing argument 'SCRIPT [ARGUMENTS]...'." in said.output) == (2, True), said.output
 
 
+@pytest.mark.parametrize("options", [("-h",), ("-n", "2", "-h"), ("-n", "2", "--help"), ("--on", "ray", "--help")])
+def test_help_is_that_of_easydist_wherever_it_is_asked_for(options):
+    said = CliRunner().invoke(main, ["run", *options])
+    assert said.exit_code == 0
+    assert said.output == CliRunner().invoke(main, ["run", "--help"]).output
+    assert said.output.startswith("Usage: main run [-n N]")
+
+
 def test_a_script_that_is_not_there_is_said_at_once():
     said = CliRunner().invoke(main, ["run", "package.train"])
     assert said.exit_code == 2
