@@ -19,7 +19,7 @@ MUTANTS = [
     ),
     Mutant(
         "messages/frames.py",
-        "shareable",
+        "remote",
         "RemoteError(text[:LONGEST])",
         "RemoteError(text)",
         "tests/messages/test_entries.py::test_what_cannot_travel_or_be_taken_raises_the_same",
