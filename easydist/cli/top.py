@@ -28,7 +28,7 @@ Example:
   easydist top --once --stack   once, with the Python stacks of ranks that are late
   easydist top --on ray         the ranks on all nodes of a Ray cluster
 """
-_NOBODY = "None of your processes here is a rank that easydist knows. A rank appears with its first call."
+_NOBODY = "None of your processes here is a rank{} that easydist knows. A rank appears with its first call."
 _MEASURED = 0.2
 """Seconds for which ``--once`` measures the CPU."""
 
@@ -60,9 +60,9 @@ def top(job: str | None, once: bool, as_json: bool, stack: bool, on: str | None,
     ranks = _on_ray() if on else LocalRanks(int(job) if job is not None and job.isdecimal() else job)
     try:
         if once or as_json or not _can_rewrite():
-            _show_once(ranks, as_json, stack)
+            _show_once(ranks, as_json, stack, job)
         else:
-            _show_live(ranks, interval, stack)
+            _show_live(ranks, interval, stack, job)
     except ConnectionError as error:
         raise click.ClickException(
             f"the connection to the cluster is lost: {str(error).partition(chr(10))[0]}"
@@ -85,7 +85,7 @@ def _on_ray() -> ClusterRanks:
         raise click.ClickException(str(error)) from None
 
 
-def _show_once(ranks: LocalRanks | ClusterRanks, as_json: bool, stack: bool) -> None:
+def _show_once(ranks: LocalRanks | ClusterRanks, as_json: bool, stack: bool, job: str | None) -> None:
     from rich.console import Console
 
     ranks.look()
@@ -96,10 +96,10 @@ def _show_once(ranks: LocalRanks | ClusterRanks, as_json: bool, stack: bool) -> 
         found: dict[str, Any] = {"groups": json_of(groups)} | ({"silent": ranks.silent} if ranks.silent else {})
         click.echo(json.dumps(found | {"stacks": stacks} if stack else found, indent=2))
     else:
-        Console(width=None if sys.stdout.isatty() else 160).print(screen(groups, stacks, ranks.silent))
+        Console(width=None if sys.stdout.isatty() else 160).print(screen(groups, stacks, ranks.silent, job))
 
 
-def _show_live(ranks: LocalRanks | ClusterRanks, interval: float, stack: bool) -> None:
+def _show_live(ranks: LocalRanks | ClusterRanks, interval: float, stack: bool, job: str | None) -> None:
     from rich.live import Live
 
     with Live(screen=True, auto_refresh=False) as live:
@@ -107,13 +107,15 @@ def _show_live(ranks: LocalRanks | ClusterRanks, interval: float, stack: bool) -
             while True:
                 groups = ranks.look()
                 stacks = _stacks(ranks, groups) if stack else {}
-                live.update(screen(groups, stacks, ranks.silent), refresh=True)
+                live.update(screen(groups, stacks, ranks.silent, job), refresh=True)
                 time.sleep(interval)
         except KeyboardInterrupt:
             return
 
 
-def screen(groups: list[list[Rank]], stacks: dict[str, str], silent: Sequence[str] = ()) -> RenderableType:
+def screen(
+    groups: list[list[Rank]], stacks: dict[str, str], silent: Sequence[str] = (), job: str | None = None
+) -> RenderableType:
     """Return the display: for each job its groups, and stacks below.
 
     The job whose ranks have waited longest for one that is late comes first. A group without a call in progress takes
@@ -123,13 +125,14 @@ def screen(groups: list[list[Rank]], stacks: dict[str, str], silent: Sequence[st
         groups: The ranks of each group.
         stacks: The stacks by process.
         silent: The hosts that did not answer, with the reasons.
+        job: The job that was asked for.
     """
     from rich.console import Group
     from rich.text import Text
 
     notes = [Text(one) for one in silent]
     if not groups:
-        return Group(Text(_NOBODY), *notes)
+        return Group(Text(_NOBODY.format(f" of {job}" if job else "")), *notes)
     found = sorted(jobs(groups), key=_hung_for, reverse=True)
     shown = [part for job in found for part in _job(job, is_alone=len(found) == 1)]
     return Group(*shown, *notes, *(Text(f"pid {process}\n{text}") for process, text in stacks.items()))

@@ -236,10 +236,14 @@ def test_a_job_is_found_by_a_rank_in_any_of_its_groups(monkeypatch):
     assert LocalRanks("no such text").look() == []
 
 
-def test_nobody_is_said():
+def test_nobody_is_said(capsys):
+    from rich.console import Console
+
     said = CliRunner().invoke(main, ["top", "0", "--once"])
     assert said.exit_code == 0
-    assert said.output.startswith("None of your processes")
+    assert said.output.startswith("None of your processes here is a rank of 0 that easydist knows")
+    Console(width=160).print(screen([], {}))
+    assert capsys.readouterr().out.startswith("None of your processes here is a rank that easydist knows")
 
 
 @pytest.mark.slow
