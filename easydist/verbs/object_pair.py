@@ -100,7 +100,7 @@ def recv_object(
     Raises:
         RemoteError: The object cannot be pickled, or one of the two ranks does not allow it. The sender raises the same
             error.
-        DisagreementError: The sender called ``send_tensor_dict``. It raises the same error.
+        DisagreementError: The sender called ``send_tensor_dict``, or it receives, too. It raises the same error.
         ValueError: ``src`` is not another rank of the group, or is ambiguous; only this rank raises this.
 
     Cost: as ``send_object``.
