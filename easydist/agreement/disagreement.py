@@ -78,18 +78,18 @@ def trees_text(every: list[dict[str, Any]]) -> str:
     return "\n".join([head, *lines, _sites_of(every), _advice([*fixed_rows.values()], differing, first["advice"])])
 
 
-def misfit_lines(src: int, misfits: Mapping[int, Sequence[Row]], receiver: str = "rank") -> list[str]:
+def misfit_lines(source: str, misfits: Mapping[int, Sequence[Row]], receiver: str = "rank") -> list[str]:
     """Return a line for each misfit, sorted: the description on the source, and on each rank where it does not fit.
 
     Args:
-        src: The rank of the source.
+        source: The words for the source, such as ``rank 0``.
         misfits: The misfits of each rank that has some.
         receiver: The words before the number of such a rank.
     """
     lines: dict[str, str] = {}
     for rank, rows in misfits.items():
         for path, theirs, mine in rows:
-            start = lines.get(path, f"  {path or 'the value'}  rank {src}: {theirs}")
+            start = lines.get(path, f"  {path or 'the value'}  {source}: {theirs}")
             lines[path] = f"{start}   {receiver} {rank}: {mine}"
     return [lines[path] for path in sorted(lines)]
 

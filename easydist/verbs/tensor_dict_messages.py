@@ -314,7 +314,7 @@ class Incoming:
 
 def disagreement(operation: str, src: int, misfits: Mapping[int, Misfit]) -> str:
     """Describe the leaves that differ from the source's, one per line."""
-    lines = misfit_lines(src, {rank: misfit["rows"] for rank, misfit in misfits.items()}, "into= of rank")
+    lines = misfit_lines(f"rank {src}", {rank: misfit["rows"] for rank, misfit in misfits.items()}, "into= of rank")
     total = max(misfit["of"] for misfit in misfits.values())
     advice = f"Pass into= the structure, dtypes and shapes that rank {src} sends, or leave it out."
     return "\n".join([f"{operation}: ranks disagree on {len(lines)} of {total} leaves", *listed(lines), advice])

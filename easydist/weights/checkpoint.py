@@ -144,6 +144,9 @@ class _BroadcastCheckpoint(BroadcastWeights):
     def state(self) -> Mapping[str, Any]:
         return checkpoint(self._path)
 
+    def named_source(self) -> str:
+        return "the checkpoint"
+
     def is_receiver(self, rank: int, sources: Sequence[int]) -> bool:
         return True
 

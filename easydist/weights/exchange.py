@@ -110,6 +110,10 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         """True if a rank receives the entries; the answer about another rank counts only if that is a source."""
         return rank not in sources
 
+    def named_source(self) -> str:
+        """Return the words for what the first source sends, in an error about other entries."""
+        return f"rank {self._first}"
+
     def notes(self) -> Mapping[str, Any]:
         """Return values that travel with the header and may differ each time."""
         return {}
@@ -215,7 +219,7 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
         every = judged(comms, self.operation, judge)
         if rows := {rank: one["rows"] for rank, one in every.items() if "rows" in one}:
             advice = _FOR_OPTIMIZERS if "optimizer" in found[0].about else self.advice
-            raise shared(comms, DisagreementError(disagreement(self.operation, self._first, rows, advice)))
+            raise shared(comms, DisagreementError(disagreement(self.operation, self.named_source(), rows, advice)))
         self._reports = every
         return found[0]
 

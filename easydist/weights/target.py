@@ -337,8 +337,8 @@ def _described(value: Any) -> str:
     return type_text(value.dtype, value.shape) if is_tensor(value) else "no tensor"
 
 
-def disagreement(operation: str, src: int, misfits: Mapping[int, Sequence[Row]], advice: str) -> str:
+def disagreement(operation: str, source: str, misfits: Mapping[int, Sequence[Row]], advice: str) -> str:
     """Describe the entries of receivers or further sources that differ from the first source's, one per line."""
-    lines = misfit_lines(src, misfits)
+    lines = misfit_lines(source, misfits)
     title = f"{operation}: ranks disagree on {some(len(lines), 'entry', 'entries')}"
     return "\n".join([title, *listed(lines), f"Nothing was written. {advice}"])

@@ -75,7 +75,7 @@ def test_all_ranks_raise_or_none(rank, tmp_path):
     easydist.save({"w": torch.ones(2)}, tmp_path / f"{rank}.safetensors")
     for guilty in (0, 1):
         target = {"w": torch.zeros(2) if rank != guilty else torch.zeros(3)}
-        with pytest.raises(DisagreementError, match=rf"rank 0: float32 \(2,\)   rank {guilty}: float32 \(3,\)"):
+        with pytest.raises(DisagreementError, match=rf"the checkpoint: float32 \(2,\)   rank {guilty}: float32 \(3,\)"):
             weights.broadcast_checkpoint(tmp_path / f"{rank}.safetensors", target)
         assert not target["w"].any()
 
