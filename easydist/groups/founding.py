@@ -145,14 +145,13 @@ def _reached(founding: Founding, monitor: Monitor) -> Store:
 
 
 def _unserved(where: str, error: Exception) -> str:
-    text = f"rank 0 cannot serve the store of the group at {where}: {error}"
-    if "EADDRINUSE" not in text:
-        return text
-    return (
-        f"rank 0 cannot serve the store of the group at {where}, because the port is in use: by another job, by a "
-        "process that an earlier job left behind, or by the rank of which this process is a child. Set another "
-        "MASTER_PORT on all ranks, or end the other process"
-    )
+    text = f"rank 0 cannot serve the store of the group at {where}"
+    if "EADDRINUSE" in str(error):
+        return (
+            f"{text}, because the port is in use: by another job, by a process that an earlier job left behind, or by "
+            "the rank of which this process is a child. Set another MASTER_PORT on all ranks, or end the other process"
+        )
+    return f"{text}, or cannot reach it there. MASTER_ADDR has to be an address of the host of rank 0"
 
 
 def _use(store: Store, monitor: Monitor) -> None:

@@ -328,26 +328,29 @@ def _values(store: Any, keys: Sequence[str]) -> list[bytes | None]:
     return [*_values(store, keys[:half]), *_values(store, keys[half:])] if half else [None]
 
 
-def served(host: str, port: int, seconds: float, only_there: bool = False) -> TCPStore:
+def served(host: str, port: int, seconds: float, waits: float | None = None, only_there: bool = False) -> TCPStore:
     """Return a store that this process serves.
 
     Args:
         host: An address of this host.
         port: The port, where the store listens on all addresses, and stores of this process may share it; 0 for a free
             port of that address alone.
-        seconds: The limit of torch's own waits in the store.
+        seconds: The time limit.
+        waits: The limit of torch's own waits in the store; None is ``seconds``.
         only_there: True to listen at no other address in any case.
 
     Raises:
-        RuntimeError: The port is in use.
+        RuntimeError: The port is in use, or this process cannot reach it at that address.
         OSError: The port is in use, of this address alone.
     """
     where: dict[str, Any] = {"multi_tenant": True}
     if only_there or port == 0:
         listener = socket.create_server((host, port))
         port, where = listener.getsockname()[1], {"master_listen_fd": listener.detach()}
+    seconds = max(PATIENCE, seconds)
     limit = timedelta(seconds=seconds)
-    return within(seconds, lambda: TCPStore(host, port, None, True, limit, wait_for_workers=False, **where))
+    store = within(seconds, lambda: TCPStore(host, port, None, True, limit, wait_for_workers=False, **where))
+    return _waiting(store, waits)
 
 
 def reached(
@@ -375,6 +378,10 @@ def reached(
     seconds = max(PATIENCE, deadline - time.monotonic())
     limit = timedelta(seconds=seconds)
     store = within(seconds, lambda: TCPStore(host, port, None, False, limit, wait_for_workers=False), check)
+    return _waiting(store, waits)
+
+
+def _waiting(store: TCPStore, waits: float | None) -> TCPStore:
     if waits is not None:
         store.set_timeout(timedelta(seconds=waits))
     return store

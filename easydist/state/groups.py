@@ -249,7 +249,7 @@ def store_of_group(
     """
     if (store := _stores.get(world)) is None:
         if world.rank == 0 and not has_agent():
-            store = served(world.address, world.port, _WAIT)
+            store = served(world.address, world.port, seconds, _WAIT)
         else:
             store = reached(world.address, world.port, seconds, check, _WAIT)
         _stores[world] = store
