@@ -16,7 +16,7 @@ from easydist.base.arguments import integer, integers
 from easydist.comms.batch import BatchSendRecv
 from easydist.comms.circles import Splits
 from easydist.comms.failures import UNMADE, explained
-from easydist.comms.hooks import AbortHook, PostHook, PreHook, RemovableHandle
+from easydist.comms.hooks import AbortHook, PostHook, PreHook, RemovableHandle, taking_the_error
 from easydist.comms.making import Endpoint, Made, make, recovered
 from easydist.comms.operations import Operations
 from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
@@ -178,15 +178,15 @@ class TorchComm(OfThisProcess, Collectives):
         return self._operations.hooks.add(self._operations.hooks.after, hook)
 
     def register_abort_hook(self, hook: AbortHook) -> RemovableHandle:
-        """Call ``hook(error)`` when an operation has failed.
+        """Call ``hook(error)`` when an operation has failed, or ``hook()`` if it takes no argument.
 
         Args:
-            hook: The function.
+            hook: The function. If it raises, that is logged; the caller gets the error of the operation.
 
         Returns:
             A handle; its ``remove``, or the end of a ``with`` block, ends the calls.
         """
-        return self._operations.hooks.add(self._operations.hooks.failed, hook)
+        return self._operations.hooks.add(self._operations.hooks.failed, taking_the_error(hook))
 
     def batch_op_create(self) -> BatchSendRecv:
         """Create an empty batch of sends and receives."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -16,6 +18,7 @@ from easydist.groups.rendezvous import site
 from easydist.transport.backend import Backend
 from easydist.transport.work import TorchWork
 
+_log = logging.getLogger("easydist")
 _NOTHING = nullcontext()
 
 
@@ -36,7 +39,7 @@ class HookArgs(NamedTuple):
 
 PreHook = Callable[[str, int, HookArgs], object]
 PostHook = Callable[[int, HookArgs], object]
-AbortHook = Callable[[BaseException], object]
+AbortHook = Callable[[BaseException], object] | Callable[[], object]
 
 
 class RemovableHandle:
@@ -79,7 +82,7 @@ class Hooks:
     def __init__(self) -> None:
         self.before: dict[int, PreHook] = {}
         self.after: dict[int, PostHook] = {}
-        self.failed: dict[int, AbortHook] = {}
+        self.failed: dict[int, Callable[[BaseException], object]] = {}
         self._keys = itertools.count()
 
     def add(self, hooks: dict[int, Any], hook: Callable[..., object]) -> RemovableHandle:
@@ -96,6 +99,42 @@ class Hooks:
             raise TypeError(f"a hook has to be callable, got {hook!r}")
         hooks[key := next(self._keys)] = hook
         return RemovableHandle(hooks, key)
+
+    def tell_failed(self, error: BaseException) -> None:
+        """Call the hooks for a failed operation. One that raises is logged, because the caller has to get ``error``.
+
+        Args:
+            error: The error of the operation.
+        """
+        for hook in tuple(self.failed.values()):
+            try:
+                hook(error)
+            except Exception:
+                _log.exception("an abort hook raised an exception, after: %s", error)
+
+
+def taking_the_error(hook: Callable[..., object]) -> Callable[..., object]:
+    """Return an abort hook that takes the error; torchcomms' hooks take nothing.
+
+    Example:
+        >>> taking_the_error(lambda: "failed")(ValueError()), taking_the_error(type)(ValueError())
+        ('failed', <class 'ValueError'>)
+
+    Args:
+        hook: The function, which takes the error or nothing.
+    """
+    return hook if _accepts(hook, 1) or not _accepts(hook, 0) else lambda error: hook()
+
+
+def _accepts(function: Callable[..., object], count: int) -> bool:
+    """True if a function can be called with ``count`` arguments, as far as Python knows."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # some builtins have no signature
+        return count == 1
+    return True
 
 
 def traced(backend: Backend, name: str, number: int, args: HookArgs) -> Any:

@@ -251,8 +251,7 @@ class Operations:
             self._monitor.give_up(error) if isinstance(error, EasydistError) else self._monitor.ended_by(error)
 
     def _tell_hooks(self, error: BaseException) -> None:
-        for hook in tuple(self.hooks.failed.values()):
-            hook(error)
+        self.hooks.tell_failed(error)
         if self.options.abort_process_on_timeout_or_error:
             abort(error)
 

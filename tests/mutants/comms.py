@@ -157,4 +157,18 @@ MUTANTS = [
         "False",
         "tests/comms/test_bugs.py::test_a_forked_child_does_not_end_the_communicator_of_its_parent",
     ),
+    Mutant(
+        "comms/hooks.py",
+        "Hooks.tell_failed",
+        "except Exception",
+        "except MemoryError",
+        "tests/comms/test_bugs.py::test_a_timeout_says_who_and_is_raised_every_time",
+    ),
+    Mutant(
+        "comms/hooks.py",
+        "taking_the_error",
+        "_accepts(hook, 1) or not _accepts(hook, 0)",
+        "True",
+        "tests/comms/test_bugs.py::test_a_timeout_says_who_and_is_raised_every_time",
+    ),
 ]
