@@ -42,17 +42,18 @@ def init_distributed_environment(
     Args:
         world_size: The number of ranks; -1 uses the launcher's.
         rank: The rank of this process; -1 uses the launcher's.
-        distributed_init_method: The address where the ranks meet if ``rank`` is given.
+        distributed_init_method: The address where the ranks meet if ``rank`` is given. All that follows ``file://`` is
+            the path, as in vLLM; torch would end it at ``#`` or ``?``.
         local_rank: The rank on this host; -1 uses the launcher's.
         backend: As in ``init_process_group``; None chooses one that fits the machine.
         timeout: The time limit of a call; None is torch's default.
     """
     if rank >= 0 and not dist.is_initialized():
         limit = None if timeout is None else timedelta(seconds=seconds(timeout, "init_distributed_environment"))
-        fitting, method = backend or backend_for(ProcessState().device), distributed_init_method
+        fitting = backend or backend_for(ProcessState().device)
         wait = (limit or torch_groups.default_timeout()).total_seconds()
-        join = functools.partial(dist.init_process_group, fitting, method, timeout=limit)
-        connect(lambda: join(world_size=world_size, rank=rank), wait)
+        join = functools.partial(dist.init_process_group, fitting, timeout=limit, world_size=world_size, rank=rank)
+        connect(lambda: join(**_meeting(distributed_init_method, world_size)), wait)
     elif not dist.is_initialized():
         ProcessState(backend=backend, timeout=timeout)
     if not _exists("world"):
@@ -60,6 +61,13 @@ def init_distributed_environment(
         local = state.local_process_index if local_rank < 0 else local_rank
         ranks = [[*range(state.num_processes)]]
         _made["world"] = GroupCoordinator(ranks, local, "gloo", False, group_name="world")
+
+
+def _meeting(method: str, world_size: int) -> dict[str, Any]:
+    """Return the arguments of ``init_process_group`` that say where the ranks meet."""
+    if method.startswith("file://") and world_size > 0:  # torch says that the size is missing
+        return {"store": dist.FileStore(method.removeprefix("file://"), world_size)}
+    return {"init_method": method}
 
 
 def initialize_model_parallel(

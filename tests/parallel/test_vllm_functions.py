@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from coordinators import made, text_of, values
 from groups import of_all
+from launching import forked
 
 import easydist
 from easydist import parallel
@@ -192,6 +193,16 @@ def test_an_engine_with_context_parallelism(rank):
     for group in (world, pairs):
         group.destroy()
     parallel.destroy_distributed_environment()  # other tests begin without
+
+
+@pytest.mark.slow
+def test_the_path_of_a_file_store_is_taken_as_it_stands(tmp_path):
+    code = f"""if True:
+        from easydist import parallel
+        parallel.init_distributed_environment(1, 0, "file://{tmp_path}/store#?")
+        print(parallel.get_world_group().world_size)"""
+    assert forked("-c", code)[0] == "1\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["store#?"]
 
 
 def test_a_layout_with_context_parallelism_in_one_process():
