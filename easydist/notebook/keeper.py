@@ -14,6 +14,9 @@ from easydist.cluster.worker import Actor
 from easydist.liveness.page import PageEntry
 from easydist.notebook.rank import Usage
 
+_TOGETHER = 0.005
+"""Seconds for which messages after the first one are awaited: a short cell has five, and each answer costs a call."""
+
 
 class Told(NamedTuple):
     """The news of a rank.
@@ -77,17 +80,23 @@ class Keeper(Actor):
         os.write(self._wake, b"!")
 
     def told(self, seconds: float, drops: bool) -> Told:
-        """Return the news of the rank, at once if there are messages.
+        """Return the news of the rank, a moment after the first message.
 
         Args:
             seconds: How long to wait for messages.
             drops: As for ``RankHandle.messages``.
         """
-        if self._wakes in dict(self._poller.poll(1000 * seconds)):
-            os.read(self._wakes, 1 << 12)
-        while self._requests:
-            self._connection.post(*self._requests.popleft())
-        messages = [_short(message) for message in self._connection.arrived(drops)]
+        messages: list[dict[str, Any]] = []
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if self._wakes in dict(self._poller.poll(1000 * left)):
+                os.read(self._wakes, 1 << 12)
+            while self._requests:
+                self._connection.post(*self._requests.popleft())
+            arrived = [_short(message) for message in self._connection.arrived(drops)]
+            if arrived and not messages:
+                until = min(until, time.monotonic() + _TOGETHER)
+            messages += arrived
         return Told(messages, self._seen.entries(), self._seen.usage(), time.monotonic())
 
     def interrupt(self) -> None:

@@ -165,9 +165,10 @@ class RemoteRank(RankHandle):
         self._notify()
 
     def _hears_all(self) -> bool:
-        """Hear the news; True if the kernel had ended before, and nothing has come since."""
-        has_ended = bool(self._ray().wait([self._kernel], timeout=0)[0])
-        return not self._hear() and has_ended
+        """Hear the news; True if the kernel has ended, and nothing has come since."""
+        if self._hear():
+            return False
+        return bool(self._ray().wait([self._kernel], timeout=0)[0]) and not self._hear()
 
     def _hear(self) -> bool:
         """Hear the news; True if there were messages."""
