@@ -60,6 +60,11 @@ class Newcomer:
         assert status == 0, "\n".join(lines)
         return "\n".join(lines).replace(str(self._home), HOME)
 
+    def at_home(self, svg: str) -> str:
+        """Return a picture with another home; the lines keep their lengths."""
+        spaces = "&#160;" * (len(str(self._home)) - len(HOME))
+        return re.sub(rf"{re.escape(str(self._home))}([^<]*)", rf"{HOME}\1{spaces}", svg)
+
 
 def main() -> None:
     """Type what a new user types."""
@@ -100,7 +105,8 @@ def look_beside(ann: Newcomer) -> None:
         ):
             top.wait_for(lambda: is_waiting(top) or job.is_over(), 300, "rank 1 to have waited for rank 0")
             if is_waiting(top):
-                top.save_svg(HERE / "top_beside.svg", "easydist top")
+                top.save_svg(picture := HERE / "top_beside.svg", "easydist top")
+                picture.write_text(ann.at_home(picture.read_text(encoding="utf-8")), encoding="utf-8")
                 assert job.finish(120) == 0
                 return
 
