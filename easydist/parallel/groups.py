@@ -124,10 +124,10 @@ def parallel_groups(
 
 
 def _lists(size: int, tp: int, pp: int, dp: int | None, pcp: int, dcp: int) -> dict[str, Lists]:
-    pp, pcp, tp = (integer(name, n, "a number of ranks") for name, n in zip(_AXES[1:], (pp, pcp, tp), strict=True))
-    sizes = (max(1, size // max(1, tp * pp * pcp)) if dp is None else dp, pp, pcp, tp)
+    pp, pcp, tp, dcp = _length("pp", pp), _length("pcp", pcp), _length("tp", tp), _length("dcp", dcp)
+    sizes = (max(1, size // (tp * pp * pcp)) if dp is None else dp, pp, pcp, tp)
     lists = rank_lists(size, dict(zip(_AXES, sizes, strict=True)), {"ep": ("dp", "pcp", "tp")})
-    if integer("dcp", dcp, "a number of ranks") < 1 or pcp * tp % dcp:
+    if pcp * tp % dcp:
         raise ValueError(f"a layout of dcp={dcp} needs a divisor of pcp × tp, which is {pcp * tp}")
     # Sorted, because torch.distributed sorts the ranks of a group, too.
     along = torch.arange(size, device="cpu").view(-1, pcp, tp).transpose(1, 2) if dcp > 1 else torch.arange(size)
@@ -164,15 +164,20 @@ def rank_lists(
         ValueError: The product of the lengths is not ``size``, or a length is less than 1.
         TypeError: A length is not an integer.
     """
-    for name, length in axes.items():
-        if integer(name, length, "a number of ranks") < 1:
-            raise ValueError(f"a layout needs at least one rank along each axis, got {name}={length}")
+    axes = {name: _length(name, length) for name, length in axes.items()}
     if math.prod(axes.values()) != size:
         told = " × ".join(f"{name}={length}" for name, length in axes.items())
         raise ValueError(f"a layout of {told} needs {math.prod(axes.values())} ranks, but the world has {size}")
     box, names = torch.arange(size, device="cpu").view(*axes.values()), list(axes)
     along = {**{name: [name] for name in names}, **(joined or {})}
     return {name: _along(box, [names.index(axis) for axis in own]) for name, own in along.items()}
+
+
+def _length(name: str, value: Any) -> int:
+    length = integer(name, value, "a number of ranks")
+    if length < 1:
+        raise ValueError(f"a layout needs at least one rank along each axis, got {name}={length}")
+    return length
 
 
 def _along(box: torch.Tensor, dims: Sequence[int]) -> Lists:
