@@ -28,7 +28,7 @@ from easydist.weights.blocks import Block, BlockTransfer, Delivery, block_transf
 from easydist.weights.exchange import BUCKET_NBYTES
 from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Packet, ScheduledEntry, UnderWay, bucket, schedule
-from easydist.weights.shards import is_tensor, local
+from easydist.weights.shards import is_tensor, local, memory_of
 from easydist.weights.source import casts, packed
 from easydist.weights.spans import Destinations, Span, check_writable, span_at, span_of
 
@@ -41,7 +41,8 @@ class Resharding(OfThisProcess):
     """A repeatable transfer of weights from one layout to another. The plan of its slices is computed once.
 
     Law: after ``run`` every target tensor holds the values that the source tensor of that name has there, cast to its
-    dtype. Each slice goes directly from a rank that holds it to the one that wants it, and nothing else travels.
+    dtype; of several names of one tensor the last one counts. Each slice goes directly from a rank that holds it to the
+    one that wants it, and nothing else travels.
 
     All ranks of the group create it and run it together. Names that only sources have are ignored. It uses the tensors
     that existed when it was created; optimizers change them in place.
@@ -88,6 +89,9 @@ class Resharding(OfThisProcess):
         self.transfers: dict[str, list[BlockTransfer]] = run(planning, self._comms, timeout)
         self._dtypes, self._bucket_nbytes = planning.dtypes, planning.bucket_nbytes
         held, wanted = planning.spans
+        # Of several names in one memory the last one stays, as after load_state_dict.
+        last = {memory_of(span.tensor): name for name, span in wanted.items()}
+        wanted = {name: span for name, span in wanted.items() if last[memory_of(span.tensor)] == name}
         self._held = [held.get(name) for name in self._dtypes]
         self._destinations = Destinations([*self._dtypes.values()])
         for name, spans in zip(self._dtypes, self._destinations.spans, strict=True):

@@ -214,6 +214,18 @@ def test_autograd_hears_of_what_was_written(rank):
             loss.backward()
 
 
+@distributed(world_size=2)
+def test_of_tied_targets_the_last_one_counts_as_in_load_state_dict(rank):
+    source = {"a": torch.ones(3), "b": torch.full((3,), 2.0), "c": torch.full((3,), 3.0)} if rank == 0 else None
+    tied = torch.zeros(3)
+    target = {"b": tied, "c": torch.zeros(3), "a": tied} if rank == 1 else None
+    resharding = Resharding(source, target)
+    for _ in range(2):
+        resharding.run()
+        assert rank == 0 or [target[name].tolist() for name in "abc"] == [[1.0] * 3, [1.0] * 3, [3.0] * 3]
+        tied.zero_()
+
+
 @pytest.mark.slow
 @distributed(world_size=3)
 def test_layouts_that_do_not_fit_are_refused_everywhere(rank):
