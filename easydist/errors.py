@@ -135,11 +135,17 @@ class RemoteError(EasydistError):
     On the rank that failed, ``__cause__`` is the original exception. It is also raised if a rank's process ended with
     an exception, was interrupted, or has left the group to recover it, while this one waited for it.
 
+    Args:
+        *args: Its text.
+        rank: The rank that failed.
+
     Attributes:
         rank: The rank that failed, in the group; the lowest one if several did; None if it is not known.
     """
 
-    rank: int | None = None
+    def __init__(self, *args: object, rank: int | None = None) -> None:
+        super().__init__(*args)
+        self.rank = rank
 
 
 class PeerLostError(EasydistError, ConnectionError):

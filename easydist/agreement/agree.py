@@ -193,9 +193,7 @@ def _raise_together(comms: Communicators, faults: dict[int, dict[str, Any]], min
 
 def _remote(faults: dict[int, dict[str, Any]]) -> RemoteError:
     """Return the error about ranks that have failed; its ``rank`` is the lowest of them."""
-    error = RemoteError(fault_text(faults))
-    error.rank = min(faults)
-    return error
+    return RemoteError(fault_text(faults), rank=min(faults))
 
 
 def _disagree(comms: Communicators, operation: str, call: Call) -> NoReturn:

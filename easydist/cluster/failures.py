@@ -38,8 +38,7 @@ def raised(failed: Mapping[int, Outcome], facts: Sequence[Facts]) -> RemoteError
         outcome.traceback.rstrip(),
         _KEPT,
     ]
-    error = RemoteError("\n".join(lines))
-    error.rank = first
+    error = RemoteError("\n".join(lines), rank=first)
     if outcome.error:
         from ray import cloudpickle
 

@@ -163,9 +163,8 @@ def _part(comms: Communicators, what: str, why: str) -> None:
     if comms.size == 1:
         return
     comms.appear()
-    error = RemoteError(f"run: rank {comms.rank} {what} while others waited for it{why}")
-    error.rank = comms.rank
-    comms.monitor.leave_for_good(error)
+    text = f"run: rank {comms.rank} {what} while others waited for it{why}"
+    comms.monitor.leave_for_good(RemoteError(text, rank=comms.rank))
 
 
 def tell_of_loss(variables: dict[str, str], error: PeerLostError) -> None:

@@ -72,9 +72,7 @@ def explained(
         return _known(error, what, why, peers)
     gone = _gone(peers, broke and not isinstance(error, CollectiveTimeout))
     if interrupted := [peer.rank for peer in gone if _was_interrupted(peer)]:
-        remote = CommRemoteError(f"{what}: rank {interrupted[0]} was interrupted. {why}")
-        remote.rank = interrupted[0]
-        return remote
+        return CommRemoteError(f"{what}: rank {interrupted[0]} was interrupted. {why}", rank=interrupted[0])
     if gone:
         return lost(f"{what}: {named(gone)} has {how(gone[0])}. {why}", gone)
     waited = getattr(error, "peer", None)

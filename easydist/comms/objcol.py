@@ -394,9 +394,8 @@ def _raise_faults(
 
 
 def _remote(name: str, rank: int, text: torch.Tensor) -> RemoteFault:
-    error = RemoteFault(f"{name}: rank {rank} failed: {bytes(text.cpu().numpy()).decode(errors='replace')}")
-    error.rank = rank
-    return error
+    told = bytes(text.cpu().numpy()).decode(errors="replace")
+    return RemoteFault(f"{name}: rank {rank} failed: {told}", rank=rank)
 
 
 def _text(error: Exception) -> torch.Tensor:

@@ -269,8 +269,7 @@ class Rendezvous:
         self._look()
         for peer in [self._known[rank] for rank in awaited if rank in self._known]:
             if peer.register():
-                error = RemoteError(texts.recovers(peer.rank))
-                error.rank = peer.rank
+                error = RemoteError(texts.recovers(peer.rank), rank=peer.rank)
                 raise self.monitor.in_vain() or error  # it may recover because of a rank that has ended
         if time.monotonic() >= self._deadline:
             raise self.monitor.late(missing, self._timeout)

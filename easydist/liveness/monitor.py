@@ -386,9 +386,7 @@ class Monitor(GroupStatus):
         return DisagreementError(f"{error}\n{self.advice.failed}") if is_of_communicator else None
 
     def _own(self, text: str) -> RemoteError:
-        error = RemoteError(text)
-        error.rank = self.rank
-        return error
+        return RemoteError(text, rank=self.rank)
 
     def reported(self, ranks: Iterable[int]) -> EasydistError | None:
         """Return the error that ended the exchanges of this rank, or of one of these ranks; None if none has ended.

@@ -398,8 +398,9 @@ class GroupStatus(GroupProtocol):
         return error
 
     def _ended_with(self, peer: Peer, text: str) -> RemoteError:
-        error = RemoteError(texts.raised(self.operation, self.rank, peer.rank, text, self._last_seen(peer)))
-        error.is_final, error.rank = True, peer.rank
+        told = texts.raised(self.operation, self.rank, peer.rank, text, self._last_seen(peer))
+        error = RemoteError(told, rank=peer.rank)
+        error.is_final = True
         return error
 
     def _lost(self, peer: Peer, how: str = "") -> PeerLostError:

@@ -103,6 +103,4 @@ def shareable(error: Exception, text: str, rank: int) -> EasydistError:
 
 def remote(text: str, rank: int) -> RemoteError:
     """Return the error about a rank that has failed, with as much of the text as a frame can hold."""
-    error = RemoteError(text[:LONGEST])
-    error.rank = rank
-    return error
+    return RemoteError(text[:LONGEST], rank=rank)

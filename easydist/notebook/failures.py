@@ -38,9 +38,8 @@ class CellError(_Short, RemoteError):
     ) -> None:
         self.ranks, self.ename, self.evalue = tuple(ranks), ename, evalue
         self.traceback, self.note = list(traceback), note
-        self.rank = self.ranks[0] if self.ranks else None
         raised = [f"{named(ranks)}: {ename}: {evalue}"] if ename else []
-        super().__init__("\n".join([*raised, *filter(None, [note])]))
+        super().__init__("\n".join([*raised, *filter(None, [note])]), rank=self.ranks[0] if self.ranks else None)
         if traceback:  # which a notebook renders, and Python shows as a note
             vars(self)["__notes__"] = [_COLOUR.sub("", "\n".join(traceback))]
 

@@ -20,8 +20,8 @@ MUTANTS = [
     Mutant(
         "messages/frames.py",
         "remote",
-        "RemoteError(text[:LONGEST])",
-        "RemoteError(text)",
+        "text[:LONGEST], rank=rank",
+        "text, rank=rank",
         "tests/messages/test_entries.py::test_what_cannot_travel_or_be_taken_raises_the_same",
     ),
     Mutant(
