@@ -441,7 +441,6 @@ class Pair(tuple):
 
 @pytest.mark.parametrize(("made", "reason"), [(Strict({"a": "1"}), "RuntimeError: only text"), (Pair(1, 2), "TypeErr")])
 def test_a_container_that_cannot_be_made_again_names_its_class_and_the_remedy(made, reason):
-    is_leaf = lambda value: isinstance(value, str | int)  # noqa: E731
-    leaves, spec = tree.flatten(made, is_leaf)
+    leaves, spec = tree.flatten(made, lambda value: isinstance(value, str | int))
     with pytest.raises(TypeError, match=rf"a {type(made).__name__} cannot be made again .*\({reason}.*tree\.register"):
         spec.rebuild([torch.tensor(0) for _ in leaves])

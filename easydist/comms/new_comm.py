@@ -214,13 +214,15 @@ def default_store(rank: int, timeout: timedelta, what: str) -> Store:
     try:
         store = _connected(os.getpid(), address, int(port), not rank, timeout)
     except (NoAnswerError, DistError) as error:
-        raise _unreached(what, rank, f"{address}:{port}", timeout) from error
+        raise _unreached(what, rank, address, port, timeout) from error
     return PrefixStore(f"easydist/comms/{restart_key()}", store)
 
 
-def _unreached(what: str, rank: int, where: str, timeout: timedelta) -> CommTimeout:
+def _unreached(what: str, rank: int, address: str, port: str, timeout: timedelta) -> CommTimeout:
     """Return the error for a store that does not answer; the first rank that serves it may not have come."""
-    is_served = not has_agent() and rank > 0
+    where, is_served = f"{address}:{port}", not has_agent() and rank > 0
+    if rank == 0 and not has_agent():
+        return CommTimeout(f"{what}: {texts.unserved(where, is_taken=_is_here(address))}")
     row = texts.row(rank, f"waits in {what}", "")
     error = CommTimeout(texts.unreached(what, where, is_served, timeout.total_seconds(), row, texts.UNMADE))
     error.missing = (0,) if is_served else ()

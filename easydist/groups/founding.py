@@ -15,6 +15,7 @@ from easydist.base.forks import NOT_A_RANK
 from easydist.errors import EasydistError, PeerLostError, WireError
 from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.reconnecting import reconnect
+from easydist.liveness import texts
 from easydist.liveness.background import NoAnswerError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer
@@ -137,21 +138,11 @@ def _reached(founding: Founding, monitor: Monitor) -> Store:
         raise
     except (NoAnswerError, DistError) as error:
         if founding.is_served_by_rank_0 and founding.rank == 0:
-            raise DistNetworkError(_unserved(founding.where, error)) from error
+            raise DistNetworkError(texts.unserved(founding.where, "EADDRINUSE" in str(error))) from error
         raise monitor.late([], limit) from error
     monitor.unreached = None
     _use(store, monitor)
     return store
-
-
-def _unserved(where: str, error: Exception) -> str:
-    text = f"rank 0 cannot serve the store of the group at {where}"
-    if "EADDRINUSE" in str(error):
-        return (
-            f"{text}, because the port is in use: by another job, by a process that an earlier job left behind, or by "
-            "the rank of which this process is a child. Set another MASTER_PORT on all ranks, or end the other process"
-        )
-    return f"{text}, or cannot reach it there. MASTER_ADDR has to be an address of the host of rank 0"
 
 
 def _use(store: Store, monitor: Monitor) -> None:

@@ -204,6 +204,22 @@ def unreached(operation: str, where: str, is_served_by_rank_0: bool, seconds: fl
     return "\n".join([head, *rows, advice])
 
 
+def unserved(where: str, is_taken: bool) -> str:
+    """Return the text for rank 0 if it has to serve the store in which the ranks meet, and cannot.
+
+    Example:
+        >>> unserved("node1:29500", is_taken=True).partition(":29500")[2][:32]
+        ', because the port is in use: by'
+    """
+    text = f"rank 0 cannot serve the store at {where}"
+    if not is_taken:
+        return f"{text}, or cannot reach it there. MASTER_ADDR has to be an address of its host"
+    return (
+        f"{text}, because the port is in use: by another job, by a process that an earlier job left behind, or by the "
+        "rank of which this process is a child. Set another MASTER_PORT on all ranks, or end the other process"
+    )
+
+
 def recovers_another(operation: str, rank: int, name: str, then: str) -> str:
     """Return the text for a rank that waits for another one, which recovers another group and waits there for it."""
     return (

@@ -1,5 +1,6 @@
 """Verbs with a communicator as ``group=``: its time limit and theirs, and the errors of works and of making one."""
 
+import socket
 from datetime import timedelta
 
 import pytest
@@ -62,6 +63,20 @@ def test_a_communicator_whose_store_is_not_served_names_the_rank_that_has_not_co
     with pytest.raises(CommTimeout, match=text) as error:
         made("auto", 0.1)
     assert error.value.missing == (0,)
+
+
+def test_rank_0_says_why_a_communicator_has_no_store(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = "127.0.0.1", other.getsockname()[1]
+        for (address, port), reason in (
+            (taken, "because the port is in use"),
+            (("192.0.2.1", free_port()), "or cannot reach it there"),
+        ):
+            for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port}.items():
+                monkeypatch.setenv(name, str(value))
+            text = rf"^new_comm 'main': rank 0 cannot serve the store at {address}:{port}, {reason}"
+            with pytest.raises(CommTimeout, match=text):
+                made("auto", 0.1)
 
 
 @pytest.mark.slow
