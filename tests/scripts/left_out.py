@@ -179,6 +179,7 @@ class Ranks:
         if rank == self.last:
             if self.scenario in INTERRUPTED:
                 self.interrupted_in_split()
+                self.wait(self.done, self.last)  # else they could hear only that this rank recovers
             if "connect_dies" in self.scenario:  # after the ranks have met
                 making._shm = making._gloo = kill_me  # type: ignore[assignment]
                 self.wait_for_last()
@@ -189,6 +190,7 @@ class Ranks:
             self.wait_for_last()
         except (EasydistError, RuntimeError) as error:
             self.met, self.heard = type(error).__name__, str(error)
+        self.tell(self.done)
 
     def wait_for_last(self) -> None:
         if self.scenario == "torch":
