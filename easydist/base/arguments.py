@@ -127,6 +127,9 @@ def number(name: str, value: Any) -> int | float:
         Traceback (most recent call last):
         TypeError: scale=1j is not a number
     """
+    if type(value) is int or type(value) is float:  # the usual case, in which half a µs counts
+        _as_float(name, value)
+        return value
     with contextlib.suppress(TypeError, ValueError, RuntimeError):  # complex, text; several elements
         one = value.item() if hasattr(value, "item") else value
         if not isinstance(one, str | bytes | bytearray) and not isinstance(value, np.timedelta64 | np.datetime64):

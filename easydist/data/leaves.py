@@ -231,6 +231,10 @@ class Layout:
         runs = itertools.groupby(zip(self.dtypes, shapes, strict=True))
         return [(dtype_name(dtype), tuple(shape), sum(1 for _ in run)) for (dtype, shape), run in runs]
 
+    def has(self, dim: int) -> bool:
+        """True if every leaf has this dimension."""
+        return dim in self._free or all(-len(shape) <= dim < len(shape) for shape in self.shapes)
+
     def free(self, dim: int) -> tuple[list[int], int]:
         """Return ``dim`` as a non-negative index into each shape, and the fingerprint without the sizes along it.
 

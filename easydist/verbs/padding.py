@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import math
@@ -152,22 +151,26 @@ def _identity(data: Tree) -> Tree:
 
 def _number(pad_index: Any) -> int | float:
     """Return a number, taken out of a tensor or an array of one element if necessary."""
-    if isinstance(pad_index, torch.Tensor | np.ndarray) and math.prod(pad_index.shape) != 1:
-        raise ValueError(f"pad_across_processes: pad_index has to be one number, got {tuple(pad_index.shape)}")
+    if math.prod(shape := getattr(pad_index, "shape", ())) != 1:
+        raise ValueError(f"pad_across_processes: pad_index has to be one number, got {tuple(shape)}")
     value = backed(pad_index, "pad_index") if isinstance(pad_index, torch.Tensor) else pad_index
     return number("pad_across_processes: pad_index", value)
 
 
 def _leaves_of(data: Tree, dim: int) -> tuple[Leaves, Callable[[Tree], Tree]]:
     """Return the leaves that have the dimension, and a function that puts the others back."""
-    with contextlib.suppress(TypeError):
+    try:
         leaves = leaves_of(data, "pad_across_processes")
-        if all(-len(shape) <= dim < len(shape) for shape in leaves.layout.shapes):
-            return leaves, _identity
+    except TypeError:  # that may be about a leaf that is not padded
+        return _padded_leaves_of(data, dim)
+    return (leaves, _identity) if leaves.layout.has(dim) else _padded_leaves_of(data, dim)
+
+
+def _padded_leaves_of(data: Tree, dim: int) -> tuple[Leaves, Callable[[Tree], Tree]]:
     values, spec = tree.flatten(data)
     if any(map(_is_nested, values)):
         text = "nested tensors have no common size to pad to, so they are not changed"
-        warnings.warn(text, CannotPadNestedTensorWarning, stacklevel=7)
+        warnings.warn(text, CannotPadNestedTensorWarning, stacklevel=8)
     padded = [i for i, value in enumerate(values) if not _stays(value, dim)]
     others = [(path, _Unpadded.LEAF) for path, value in zip(spec.paths, values, strict=True) if _stays(value, dim)]
     flat = tree.listed([spec.paths[i] for i in padded], [*spec.plain, *others])
