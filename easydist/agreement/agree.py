@@ -14,7 +14,7 @@ from easydist import settings
 from easydist.agreement import frames
 from easydist.agreement.call import Call
 from easydist.agreement.disagreement import calls_text, fault_text, trees_text
-from easydist.agreement.frames import ABSENT, FAULT, WELL, Agreement, CallHeader, Headers
+from easydist.agreement.frames import ABSENT, FAULT, WELL, Agreement, Headers
 from easydist.agreement.notes import listeners, note_data
 from easydist.agreement.reports import NOTHING, encoded, exchange_json, exchange_reports
 from easydist.data.leaves import Leaves
@@ -112,8 +112,8 @@ def trust(comms: Communicators, prepare: Callable[[], Call], check: bool | None)
 def alone(prepare: Callable[[], Call]) -> Agreement:
     """Return the result of ``agree`` for a single process."""
     call = _noted(prepare())
-    mine = CallHeader(ABSENT if call.absent else WELL, nbytes=call.nbytes)
-    return Agreement(call, Headers._make([[number] for number in mine]))
+    status, zero = ABSENT if call.absent else WELL, [0]
+    return Agreement(call, Headers([status], zero, zero, zero, [call.nbytes], zero, zero, zero))
 
 
 def _noted(call: Call) -> Call:
