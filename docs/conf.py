@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 from docutils import nodes
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.util.nodes import make_refnode
 
 from easydist import __version__
@@ -96,6 +98,13 @@ def _link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
             literal.replace_self(make_refnode(app.builder, page, entry.docname, entry.node_id, literal.deepcopy()))
 
 
+def _link_type(app: Sphinx, env: BuildEnvironment, node: pending_xref, shown: nodes.Element) -> nodes.Element | None:
+    """Link a name of ``easydist.typing`` in a signature, where Sphinx looks for classes only."""
+    entry = env.get_domain("py").objects.get(f"easydist.typing.{node.get('reftarget')}")
+    return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, shown) if entry else None
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("missing-reference", _link_type)
     app.connect("doctree-read", _execute_sessions)
     app.connect("doctree-resolved", _link_names)

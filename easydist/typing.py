@@ -68,5 +68,5 @@ class Coordinator(Protocol):
 
 
 Group: TypeAlias = Union["dist.ProcessGroup", "DeviceMesh", Comm, Coordinator, None]
-"""The ranks that take part: None (all of them), a ProcessGroup, a DeviceMesh of one dimension, a TorchComm, a
+"""The ranks that take part, as None (all of them), a ProcessGroup, a DeviceMesh of one dimension, a TorchComm or a
 GroupCoordinator."""
