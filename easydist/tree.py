@@ -22,7 +22,7 @@ import torch
 
 from easydist.base import html
 from easydist.base.torch_private import NODES, register_node
-from easydist.base.wording import some
+from easydist.base.wording import a_or_an, some
 from easydist.typing import T, Tree
 
 __all__ = [
@@ -160,7 +160,7 @@ def _made(cls: type[T], contents: Any) -> T:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise TypeError(
-            f"a {cls.__name__} cannot be made again from its contents ({reason}); register the class with "
+            f"{a_or_an(cls.__name__)} cannot be made again from its contents ({reason}); register the class with "
             "easydist.tree.register"
         ) from error
 

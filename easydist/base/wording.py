@@ -26,6 +26,16 @@ def some(count: int, one: str, several: str) -> str:
     return f"{count} {one if count == 1 else several}"
 
 
+def a_or_an(noun: str) -> str:
+    """Return a noun, such as the name of a class, with its article.
+
+    Example:
+        >>> a_or_an("set"), a_or_an("int"), a_or_an("UserList")
+        ('a set', 'an int', 'a UserList')
+    """
+    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
+
+
 def numbers(ranks: Iterable[int]) -> str:
     """Return ranks as text.
 

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore
 from easydist.agreement.agree import text_of
 from easydist.base import torch_groups
 from easydist.base.torch_private import unpickled
-from easydist.base.wording import trace
+from easydist.base.wording import a_or_an, trace
 from easydist.cluster.facts import Facts, interface
 from easydist.errors import PeerLostError, RemoteError
 from easydist.groups.communicators import Communicators
@@ -139,7 +139,9 @@ def _packed(result: Any) -> bytes:
     try:
         message: bytes = cloudpickle.dumps(result)
     except Exception as error:  # a class of the user's may raise anything
-        raise TypeError(f"the result, a {type(result).__name__}, cannot be sent to the driver: {error}") from error
+        raise TypeError(
+            f"the result, {a_or_an(type(result).__name__)}, cannot be sent to the driver: {error}"
+        ) from error
     return message
 
 

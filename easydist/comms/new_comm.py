@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store
 
 from easydist.base import torch_groups
+from easydist.base.wording import a_or_an
 from easydist.comms.comm import TorchComm, made_comm
 from easydist.comms.failures import CommTimeout
 from easydist.comms.making import Endpoint, Made, check_backend
@@ -98,7 +99,7 @@ def _check_types(device: object, name: object, store: object) -> None:
     for what, value, kind in (("device", device, torch.device), ("name", name, str), ("store", store, Store)):
         if not isinstance(value, kind) and not (what == "store" and value is None):
             hint = f"; pass torch.device({value!r})" if kind is torch.device and isinstance(value, str) else ""
-            raise TypeError(f"new_comm(): {what} must be a {kind.__name__}, got {value!r}{hint}")
+            raise TypeError(f"new_comm(): {what} must be {a_or_an(kind.__name__)}, got {value!r}{hint}")
 
 
 def wrap(process_group: dist.ProcessGroup, device: torch.device | None = None) -> TorchComm:

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from easydist.base import torch_private
 from easydist.base.torch_private import is_zerotensor
+from easydist.base.wording import a_or_an
 
 _storage_of = torch.Tensor.untyped_storage
 _length_of = torch.UntypedStorage.nbytes
@@ -153,7 +154,7 @@ def _without_memory(tensor: torch.Tensor) -> str:
         return "stands for a batch of gradients; compute them one by one, without is_grads_batched= or vectorize="
     if _contains_others(tensor) or torch_private.is_functional(tensor):
         name = "functional tensor" if type(tensor) in _PLAIN else type(tensor).__name__
-        return f"is a {name}, which has no memory of its own; pass the tensors in it"
+        return f"is {a_or_an(name)}, which has no memory of its own; pass the tensors in it"
     if is_zerotensor(tensor):
         return "is a ZeroTensor, whose zeros are not in memory (pass a clone)"
     return (

@@ -15,6 +15,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from easydist import tree
+from easydist.base.wording import a_or_an
 
 _BY_REPR = frozenset({str, bytes, type(None), type(...)})
 _NAMED = (type, FunctionType, BuiltinFunctionType, ModuleType)
@@ -94,19 +95,20 @@ def exactly(value: Any, path: str) -> str:
     if type(value).__module__.partition(".")[0] in _STANDARD and text == repr(value):
         return text
     raise TypeError(
-        f"{path or 'the value'} is a {type(value).__qualname__}, whose value easydist cannot compare; pass its "
+        f"{path or 'the value'} is {a_or_an(type(value).__qualname__)}, whose value easydist cannot compare; pass its "
         "parts, such as its __dict__, or its repr"
     )
 
 
 def _left_behind(value: Any, path: str) -> str:
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, Set | ValuesView | KeysView):
         kind = type(value).__name__
-        return f"{path or 'the tree'} is a {kind} that holds tensors without an order; pass a list or a dict"
+        return f"{path or 'the tree'} is {a_or_an(kind)} that holds tensors without an order; pass a list or a dict"
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
     return (
-        f"{path or 'the tree'} is a {name} that holds tensors, and easydist does not know how to open it: register the "
-        f"class, easydist.tree.register({type(value).__name__}, flatten, unflatten), or pass a dict of its tensors"
+        f"{path or 'the tree'} is {a_or_an(name)} that holds tensors, and easydist does not know how to open it: "
+        f"register the class, easydist.tree.register({type(value).__name__}, flatten, unflatten), or pass a "
+        "dict of its tensors"
     )
 
 

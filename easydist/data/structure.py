@@ -11,6 +11,7 @@ import torch
 
 from easydist import tree
 from easydist.base.arguments import UNSET, dimension, either, hiding
+from easydist.base.wording import a_or_an
 from easydist.data.backing import readable
 from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
 from easydist.errors import ShapeError
@@ -159,7 +160,9 @@ def recursively_apply(
         other = tests.index(False)
         name, test = (getattr(f, "__name__", f) for f in (func, test_type))
         where, what = spec.paths[other] or "the value", type(values[other]).__name__
-        raise TypeError(f"{name}: {where} is a {what}; pass only values that satisfy {test}, and containers of them")
+        raise TypeError(
+            f"{name}: {where} is {a_or_an(what)}; pass only values that satisfy {test}, and containers of them"
+        )
     return spec.rebuild(
         [func(value, *args, **kwargs) if test else value for value, test in zip(values, tests, strict=True)]
     )

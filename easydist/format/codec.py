@@ -21,6 +21,7 @@ import torch
 
 from easydist import memory, settings
 from easydist.base.torch_private import unpickled
+from easydist.base.wording import a_or_an
 from easydist.data.backing import backed
 from easydist.errors import UnsafeObjectError, WireError
 from easydist.format.parts import MAKERS, REDUCERS, Strings, weigh
@@ -111,7 +112,7 @@ class _Table(dict[type, Callable[[Any], Any]]):
 
 def _refuse_dtensor(tensor: torch.Tensor) -> NoReturn:
     """Refuse a DTensor: on another rank this rank's part would count as that rank's, so the full tensor is wrong."""
-    raise TypeError(f"a {type(tensor).__name__} is spread over ranks; pass .full_tensor() or .to_local()")
+    raise TypeError(f"{a_or_an(type(tensor).__name__)} is spread over ranks; pass .full_tensor() or .to_local()")
 
 
 def _reduce_waited(tensor: torch.Tensor) -> Any:

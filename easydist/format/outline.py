@@ -37,6 +37,7 @@ import numpy as np
 import torch
 
 from easydist import tree
+from easydist.base.wording import a_or_an
 from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
 from easydist.data.packing import dtype_name
 from easydist.errors import WireError
@@ -256,7 +257,7 @@ def _container(data: Any, nodes: list[Any], steps: list[str], path: str) -> Any:
         return {"fields": {step[1:]: node for step, node in zip(steps, nodes, strict=True)}}
     if isinstance(data, tuple):
         return {"size" if type(data) is torch.Size else "tuple": nodes}
-    raise _refused(path, f"a {type(data).__name__}")
+    raise _refused(path, a_or_an(type(data).__name__))
 
 
 _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
@@ -293,7 +294,7 @@ def _constant(value: Any, path: str) -> Any:
         return {"bytes": _base64(value)}
     if isinstance(value, torch.dtype | torch.device):
         return {"dtype": dtype_name(value)} if isinstance(value, torch.dtype) else {"device": str(value)}
-    raise _refused(path, f"a {type(value).__name__}")
+    raise _refused(path, a_or_an(type(value).__name__))
 
 
 def _base64(data: bytes) -> str:

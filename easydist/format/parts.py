@@ -18,6 +18,7 @@ from uuid import UUID
 import numpy as np
 import torch
 
+from easydist.base.wording import a_or_an
 from easydist.data.backing import backed, is_backed
 from easydist.data.packing import as_bytes
 
@@ -69,10 +70,10 @@ def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
         ValueError: The target is not a tensor, or one of them would hide an attribute of tensors.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise ValueError(f"attributes of a {type(tensor).__name__}")
+        raise ValueError(f"attributes of {a_or_an(type(tensor).__name__)}")
     for name in attributes:
         if name.startswith("__") or hasattr(tensor, name):  # __array_interface__ can point anywhere
-            raise ValueError(f"attribute {name} of a {type(tensor).__name__}")
+            raise ValueError(f"attribute {name} of {a_or_an(type(tensor).__name__)}")
     vars(tensor).update(attributes)
 
 

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from easydist.base.wording import a_or_an
 from easydist.errors import EasydistError, UnsafeObjectError, WireError
 from easydist.format import allowlist, cost, plain
 
@@ -210,7 +211,7 @@ class Unpickler:
         """Return ``cls.__new__(cls, …)``, if that is harmless."""
         plain = cls is UserDict or (isinstance(cls, type) and cls in allowlist.PLAIN)
         if not (self.is_trusted(cls) or (plain and not args and not kwargs)):
-            _refuse(f"the making of a {cls.__name__ if isinstance(cls, type) else type(cls).__name__}")
+            _refuse(f"the making of {a_or_an(cls.__name__ if isinstance(cls, type) else type(cls).__name__)}")
         return cls.__new__(cls, *args, **kwargs)
 
     def check_key(self, key: Any, target: Any) -> None:
@@ -451,7 +452,7 @@ def _filled(u: Unpickler, *types: type) -> Any:
     """Return the container on top of the stack, which has exactly one of these types, or one that the user trusts."""
     target = u.stack[-1]
     if type(target) not in types and not u.is_trusted(type(target)):
-        raise WireError(f"not a valid object message: it puts items into a {type(target).__name__}")
+        raise WireError(f"not a valid object message: it puts items into {a_or_an(type(target).__name__)}")
     return target
 
 
@@ -463,7 +464,7 @@ def _build(u: Unpickler) -> None:
     elif type(state) is dict and _harmless(type(target), state):
         vars(target).update(state)
     else:
-        _refuse(f"the state of a {type(target).__name__}")
+        _refuse(f"the state of {a_or_an(type(target).__name__)}")
 
 
 def _harmless(cls: type, state: dict[Any, Any]) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from easydist import tree
+from easydist.base.wording import a_or_an
 
 __all__ = ["Collate"]
 
@@ -77,8 +78,8 @@ def _end(one: Any, two: Any, path: str) -> Any:
     if one is two or isinstance(one, str | bytes | enum.Enum):
         return one
     raise TypeError(
-        f"cannot make a batch without rows: {path or 'the batch'} is a {type(one).__name__}, and its rows are not "
-        "known; make collate_fn return tensors, arrays, numbers, lists, dicts or dataclasses"
+        f"cannot make a batch without rows: {path or 'the batch'} is {a_or_an(type(one).__name__)}, and its rows are "
+        "not known; make collate_fn return tensors, arrays, numbers, lists, dicts or dataclasses"
     )
 
 

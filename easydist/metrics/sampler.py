@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from easydist.base.arguments import integer
-from easydist.base.wording import counted
+from easydist.base.wording import a_or_an, counted
 from easydist.data.arithmetic import split_bounds
 from easydist.metrics.collate import Collate
 from easydist.state import ProcessState
@@ -249,8 +249,8 @@ class Streamed:
         data = self._shares.dataset
         if self._is_read and isinstance(data, Iterator) and not isinstance(data, IterableDataset):
             raise ValueError(
-                f"the dataset is a {type(data).__name__}, which can be read once, and has been: make another loader, "
-                "or pass an IterableDataset"
+                f"the dataset is {a_or_an(type(data).__name__)}, which can be read once, and has been: make another "
+                "loader, or pass an IterableDataset"
             )
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:

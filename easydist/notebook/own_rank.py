@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store
 
 from easydist.base import torch_groups
+from easydist.base.wording import a_or_an
 from easydist.errors import UnsafeObjectError
 from easydist.groups.connecting import connect
 from easydist.groups.known import forget
@@ -159,7 +160,7 @@ class OwnRank:
             if name not in self.namespace:
                 raise NameError(f"name {name!r} is not defined")
             if meta["weights_only"] and not is_plain(self.namespace[name]):
-                raise UnsafeObjectError(_NOT_PLAIN.format(name=name, kind=type(self.namespace[name]).__name__))
+                raise UnsafeObjectError(_NOT_PLAIN.format(name=name, kind=a_or_an(type(self.namespace[name]).__name__)))
             publish(pack(self.namespace[name], name, to_notebook=True))
 
     def _call(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> None:
@@ -181,7 +182,7 @@ _DEFAULT, _TORCH, _NEW_GROUPS = "group/default", "torch", "new"
 """The store prefixes for the meeting of the ranks, for torch, and for groups created later."""
 
 _NOT_PLAIN = (
-    "{name} is a {kind}, which only pickle can send: pull its plain data, such as a state_dict, or call "
+    "{name} is {kind}, which only pickle can send: pull its plain data, such as a state_dict, or call "
     "cluster.pull({name!r}, weights_only=False) if you trust the ranks"
 )
 

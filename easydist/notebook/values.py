@@ -18,6 +18,7 @@ import torch
 
 from easydist.agreement.agree import text_of
 from easydist.base.torch_private import unpickled
+from easydist.base.wording import a_or_an
 from easydist.errors import UnsafeObjectError
 from easydist.format.codec import EncodedObject, decode
 from easydist.notebook.failures import UnsendableError
@@ -126,7 +127,7 @@ def _pickled(value: object, what: str, text: str, parts: list[tuple[str, object]
     try:
         data: bytes = cloudpickle.dumps(value)
     except Exception as error:  # a class of the user's may raise anything
-        guilty = [f"{name}, a {type(part).__name__}," for name, part in parts or () if not _can_be_pickled(part)]
+        guilty = [f"{name}, {a_or_an(type(part).__name__)}," for name, part in parts or () if not _can_be_pickled(part)]
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UnsendableError(text.format(what, " and ".join(guilty) or "it", reason)) from None
     return data

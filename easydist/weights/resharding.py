@@ -15,6 +15,7 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.reports import encoded, exchange_reports
 from easydist.agreement.runner import Verb, run
 from easydist.base.torch_private import is_zerotensor
+from easydist.base.wording import a_or_an
 from easydist.data.aliasing import sharing
 from easydist.data.backing import backed, is_backed, mark_written
 from easydist.data.leaves import as_tensor
@@ -148,7 +149,7 @@ def _spans(given: Any) -> dict[str, tuple[Span, tuple[int, ...]]]:
     found = {}
     for name, value in entries_of(given).values.items():
         if not is_tensor(value):
-            raise TypeError(f"[{name!r}] is a {type(value).__name__}; only tensors are laid out over ranks")
+            raise TypeError(f"[{name!r}] is {a_or_an(type(value).__name__)}; only tensors are laid out over ranks")
         as_tensor(local(value), f"[{name!r}]")
         found[name] = span_of(value, name), tuple(value.shape)
     return found

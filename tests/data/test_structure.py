@@ -86,7 +86,7 @@ def test_recursively_apply_names_what_it_refuses():
     text = "double: ['a'][1] is a str; pass only values that satisfy is_torch_tensor, and containers of them"
     with pytest.raises(TypeError, match="^" + re.escape(text) + "$"):
         easydist.recursively_apply(double, {"a": [torch.ones(1), "s"]}, error_on_other_type=True)
-    with pytest.raises(TypeError, match=r"^double: the value is a int; pass only"):
+    with pytest.raises(TypeError, match=r"^double: the value is an int; pass only"):
         easydist.recursively_apply(double, 1, error_on_other_type=True)
 
 

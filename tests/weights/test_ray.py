@@ -149,7 +149,7 @@ def no_source(rank, name):
 FAULTS = {
     "meta": ("RemoteError", "is a meta tensor, which has no data"),
     "sparse": ("RemoteError", "not a dense tensor"),
-    "object": ("RemoteError", "is a object"),
+    "object": ("RemoteError", "is an object"),
     "shape": ("DisagreementError", "w  rank 0: float32 (2,)   rank 1: float32 (3,)"),
     "src": ("ValueError", "src=4 is not a rank of the group"),
     "sources": ("DisagreementError", "src=1"),

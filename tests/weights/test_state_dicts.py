@@ -259,7 +259,7 @@ REFUSED = {
     "sparse": (lambda: torch.eye(2).to_sparse(), "not a dense tensor"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
     "uninitialized": (lambda: nn.LazyLinear(2).weight, r"\['bad'\] is not initialized yet"),
-    "object": (lambda: object(), "is a object"),
+    "object": (lambda: object(), "is an object"),
 }
 
 
