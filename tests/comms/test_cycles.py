@@ -235,9 +235,11 @@ def test_a_message_that_another_one_precedes_is_no_circle(rank, world_size):
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @distributed(world_size=SIZES, timeout=within(60))
 def test_splits_with_other_lists(backend, rank, world_size):
-    """Ranks 0 and 1 are members of both lists; a third one waits for the first two, and hears of it, too."""
-    comm, everyone = made(backend=backend), [*range(world_size)]
-    for mine in ({0: [0, 1], 1: [1, 0]}, {0: everyone, 1: everyone[::-1]}):
+    """Ranks 0 and 1 are members of both lists; a third one waits for the first two, and hears of it even afterwards."""
+    comm, everyone, store = made(backend=backend), [*range(world_size)], dist.distributed_c10d._get_default_store()
+    for is_late, mine in enumerate(({0: [0, 1], 1: [1, 0]}, {0: everyone, 1: everyone[::-1]})):
+        if rank > 1 and is_late:
+            store.wait([f"{backend}: raised by {one}" for one in (0, 1)])
         with pytest.raises(CommDisagreement) as caught:
             comm.split(mine.get(rank, everyone), "part")
         assert str(caught.value) == (
@@ -247,6 +249,8 @@ def test_splits_with_other_lists(backend, rank, world_size):
             "Every member has to pass the same list, in the same order.\n"
             "The communicator was not created."
         )
+        if is_late:
+            store.set(f"{backend}: raised by {rank}", "")
         begin(comm, "all_reduce")
     part = comm.split(everyone, "again")
     begin(part, "all_reduce")
