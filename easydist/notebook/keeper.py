@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 from easydist.cluster.facts import session_folder
 from easydist.cluster.worker import Actor
 from easydist.liveness.page import PageEntry
-from easydist.notebook.rank import Usage
+from easydist.notebook.rank import END, Usage
+
+_LOOK_EVERY = 0.25
+"""Seconds between two looks at what a rank uses, which take as long as carrying its messages."""
 
 _TOGETHER = 0.005
-"""Seconds for which messages after the first one are awaited: a short cell has five, and each answer costs a call."""
+"""Seconds for which messages after the first one are awaited: a short cell has three, and each answer costs a call."""
 
 
 class Told(NamedTuple):
@@ -50,6 +53,7 @@ class Keeper(Actor):
         super().__init__(rank)
         self._requests: deque[tuple[Any, ...]] = deque()
         self._wakes, self._wake = os.pipe()
+        self._usage, self._look_at = Usage(), 0.0
 
     def begin(self, pid: int) -> dict[str, str]:
         """Prepare the connection to the kernel, and return those arguments of ``kernel.attend`` that describe it.
@@ -80,7 +84,7 @@ class Keeper(Actor):
         os.write(self._wake, b"!")
 
     def told(self, seconds: float, drops: bool) -> Told:
-        """Return the news of the rank, a moment after the first message.
+        """Return the news of the rank, once a request has ended, or a moment after the first message.
 
         Args:
             seconds: How long to wait for messages.
@@ -97,7 +101,11 @@ class Keeper(Actor):
             if arrived and not messages:
                 until = min(until, time.monotonic() + _TOGETHER)
             messages += arrived
-        return Told(messages, self._seen.entries(), self._seen.usage(), time.monotonic())
+            if {message["msg_type"] for message in messages} >= END:
+                break
+        if (now := time.monotonic()) >= self._look_at:
+            self._usage, self._look_at = self._seen.usage(), now + _LOOK_EVERY
+        return Told(messages, self._seen.entries(), self._usage, now)
 
     def interrupt(self) -> None:
         """Interrupt the cell."""

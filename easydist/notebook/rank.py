@@ -10,6 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 from easydist.liveness.page import PageEntry
 
+END = frozenset({"execute_reply", "status"})
+"""The kinds of the two messages with which a rank ends a request; a message about its status says that it is idle."""
+
 
 class Usage(NamedTuple):
     """The memory and the state of a process.
@@ -57,7 +60,7 @@ class RankHandle(ABC):
             meta: Further information for its kernel.
             buffers: Bytes for it.
         """
-        self.request, self.unanswered = secrets.token_hex(16), {"execute_reply", "status"}
+        self.request, self.unanswered = secrets.token_hex(16), {*END}
         try:
             self.post(self.request, source, meta, buffers)
         except BaseException:
@@ -81,10 +84,8 @@ class RankHandle(ABC):
             yield message
 
     def _note_end(self, message: dict[str, Any]) -> None:
-        """Note the two messages with which a rank ends a request. They come on two connections, in any order."""
-        is_status = message["msg_type"] == "status"
-        is_end = not is_status or message["content"]["execution_state"] == "idle"
-        if is_end and message["parent_header"].get("msg_id") == self.request:
+        """Note the two messages of ``END``. They come on two connections, in any order."""
+        if message["parent_header"].get("msg_id") == self.request:
             self.unanswered.discard(message["msg_type"])
 
     @abstractmethod
