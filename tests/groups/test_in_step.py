@@ -138,10 +138,12 @@ def test_ctrl_c_waits_until_the_others_know_that_a_rank_leaves_a_call(rank, back
                     easydist.gather(torch.ones(100_000), group=group, timeout=0.5 if ends_by == "timeout" else LONG)
             timer.join()
             store.set("interrupted", "")
+            store.wait(["told 1", "told 2"])  # its next call would tell them, too
         else:
             store.wait(["interrupted"])
             with pytest.raises(TOLD[ends_by][0], match=TOLD[ends_by][1]):
                 easydist.gather(torch.ones(100_000), group=group, timeout=LONG)
+            store.set(f"told {rank}", "")
         check_works(group, backend)
 
 
