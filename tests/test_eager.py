@@ -75,6 +75,28 @@ def test_verbs(rank):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which Dynamo asks for
+@pytest.mark.parametrize("of_graph", [False, True])
+@distributed(world_size=2)
+def test_backward(rank, of_graph):
+    """With compiled autograd, the graph of gradients is compiled, too; the exchange in backward is in no graph."""
+
+    def step(x):
+        rows = easydist.gather(x * 2, differentiable=True)
+        own = easydist.reduce(x, "sum")
+        loss = (rows**3).sum() + (own**2).sum()
+        loss.backward()
+        return loss
+
+    with torch._dynamo.config.patch(compiled_autograd=of_graph):
+        got = compiled(step)
+        for numel in (4, 6):
+            xs = [(torch.arange(numel) + 10.0 * rank).requires_grad_() for _ in "ab"]
+            assert torch.equal(got(xs[0]), step(xs[1]))
+            assert torch.equal(xs[0].grad, xs[1].grad)
+
+
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_operations_of_torch(rank):
     made = dist.new_group(backend=NAME)

@@ -18,6 +18,7 @@ from easydist import tree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import R, Verb, run
+from easydist.base.eager import eager
 from easydist.data.leaves import Leaves
 from easydist.groups.communicators import Communicators
 from easydist.typing import Timeout, Tree
@@ -207,6 +208,7 @@ class _Join(torch.autograd.Function):
         return tuple([result.data for result in results])  # no views: these could not be changed in place
 
     @staticmethod
+    @eager  # a compiled ``loss.backward()`` and compiled autograd come here without the verb, which is eager itself
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         dense = [one if one is None or one.layout is torch.strided else one.to_dense() for one in gradients]
         return None, None, None, None, *ctx.of_inputs(dense)
