@@ -19,6 +19,7 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import R, Verb, run
 from easydist.base.eager import eager
+from easydist.data.backing import absence
 from easydist.data.leaves import Leaves
 from easydist.groups.communicators import Communicators
 from easydist.typing import Timeout, Tree
@@ -103,20 +104,21 @@ class Gradient:
             values: This rank's leaves; none if it has passed no tree.
             results: The results by index.
             adjoint: The transpose of the verb.
-            ignored: A tree that this rank has passed although the verb takes another's. Its gradient is zero, but
-                through it ``torch.autograd.grad`` and a second backward find the nodes of this rank.
+            ignored: A tree that this rank has passed although the verb takes another's. The gradients of its dense
+                leaves are zeros, and through them ``torch.autograd.grad`` and a second backward find the nodes of this
+                rank.
         """
         chosen = [i for i in results if self.is_joined and self._marks >> i & 1]
         if not chosen:
             return dict(results)
         inputs = {i: values[i] for i in chosen if i < len(values) and requires_grad(values[i])}
-        others = [*filter(requires_grad, tree.leaves(ignored))]
+        others = [leaf for leaf in tree.leaves(ignored) if requires_grad(leaf) and not absence(leaf)]
         kept, kinds = {*inputs}, [(other.shape, other.dtype, other.device) for other in others]
 
-        def backward(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        def backward(gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
             found = adjoint(chosen, cast(Sequence[torch.Tensor], gradients))
             own = [gradient for i, gradient in zip(chosen, found, strict=True) if i in kept]
-            return [*own, *(_zeros(found[0], *kind) for kind in kinds)]
+            return [*own, *_zeros(found[0], kinds)] if kinds else own
 
         joined = _joined([results[i] for i in chosen], [*inputs.values(), *others], backward)
         return dict(results) | dict(zip(chosen, joined, strict=True))
@@ -171,12 +173,10 @@ def with_own_gradient(
     return dict(results) | dict(zip(chosen, joined, strict=True))
 
 
-def _zeros(found: torch.Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """Return zeros for a second backward, which they connect with ``found``; None if there will be none."""
-    if not torch.is_grad_enabled():
-        return None
-    zero = found.reshape(-1)[:0].sum()
-    return (zero.real if zero.is_complex() else zero).to(device, dtype).expand(shape)
+def _zeros(found: torch.Tensor, kinds: Sequence[tuple[torch.Size, torch.dtype, torch.device]]) -> list[torch.Tensor]:
+    """Return zeros that a second backward connects with ``found``."""
+    zero = found.reshape(-1)[:0].to(torch.complex64).sum().real  # floats of 8 bits have no sum
+    return [zero.expand(shape).to(device, dtype) for shape, dtype, device in kinds]
 
 
 _Backward = Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]

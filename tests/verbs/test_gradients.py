@@ -286,6 +286,36 @@ def test_results_can_be_changed_in_place(rank):
     assert tree["c"].grad.unique().tolist() == [0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@distributed(world_size=(2, 3))
+def test_a_tree_that_is_not_the_source_s_has_zeros(rank, world_size, dtype):
+    for verb in (easydist.broadcast, easydist.scatter):
+        tree = [torch.ones(shape).to(dtype).requires_grad_() for shape in ((6, 2), (6,))]
+        for create_graph in (False, True):
+            out = [to_wide(leaf) for leaf in verb(tree, differentiable=True)]
+            loss = sum((leaf**2).real.sum() for leaf in out)
+            found = torch.autograd.grad(loss, tree, create_graph=create_graph)
+            again = torch.autograd.grad(sum(to_wide(one).real.sum() for one in found), tree) if create_graph else found
+            count = 0 if rank else 2 * (world_size if verb is easydist.broadcast else 1)
+            for one, other, leaf in zip(found, again, tree, strict=True):
+                assert torch.equal(to_wide(one), torch.full(leaf.shape, count, dtype=to_wide(one).dtype))
+                assert torch.equal(to_wide(other), to_wide(one))
+
+
+def to_wide(leaf):
+    return leaf if leaf.is_complex() else leaf.double()
+
+
+@distributed(world_size=2)
+def test_no_zeros_for_leaves_that_no_verb_takes(rank):
+    leaves = [torch.ones(2).to_sparse(), torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)]
+    for ignored in [leaf.requires_grad_() for leaf in leaves]:
+        own = torch.ones(2, requires_grad=True)
+        easydist.scatter([own, ignored] if rank else own, differentiable=True).sum().backward()
+        assert ignored.grad is None
+        assert own.grad.tolist() == ([0, 0] if rank else [1, 1])
+
+
 WITHOUT = {
     "gather: differentiable=True, but no leaf has a": lambda: easydist.gather(torch.arange(3), differentiable=True),
     "broadcast: differentiable=True, but no leaf": lambda: easydist.broadcast([1, True], differentiable=True),
