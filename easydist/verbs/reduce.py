@@ -311,7 +311,7 @@ class Reduce(TreeVerb):
             _check_bound(leaves, group.members, flat, reduction, comms.size)
         if self._dst not in (None, comms.rank):
             return None
-        if self.gradient is not None and reduction != "none":
+        if self.gradient is not None:
             results = self.gradient.join(leaves.values, results, _adjoint(self.gradient, reduction, scale))
         elif leaves.requires_grad and reduction in _LINEAR and torch.is_grad_enabled():
             divisor = comms.size if reduction == "mean" else 1
@@ -346,9 +346,11 @@ class Reduce(TreeVerb):
 
 
 def _adjoint(gradient: Gradient, reduction: str, scale: float) -> Adjoint:
-    """Return the transpose, which is the same reduction of the gradients."""
+    """Return the transpose, which is the same reduction of the gradients; ``"none"`` needs no exchange for it."""
 
     def adjoint(indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if reduction == "none":
+            return [_scaled(one, 1, scale) for one in gradients]
         found: Sequence[torch.Tensor] = gradient.run(lambda own: Reduce([*gradients], reduction, scale, None, own))
         return found
 

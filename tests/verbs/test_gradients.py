@@ -223,6 +223,10 @@ def test_a_leaf_with_a_gradient_is_a_tensor_on_all_ranks(rank, verb):
     out = easydist.reduce(0.5 if rank else scalar, "sum", differentiable=True)
     out.backward()
     assert rank or scalar.grad == 2
+    out = easydist.reduce(0.5 if rank else scalar, "none", 3.0, differentiable=True)
+    assert out == 1.5
+    out.backward()
+    assert rank or scalar.grad == 5
 
 
 @pytest.mark.parametrize("numel", [3, 100_000])
