@@ -93,9 +93,11 @@ class TorchComm(OfThisProcess, Collectives):
         """Return the same ranks and backend for easydist's verbs, without hooks and time limits of its own.
 
         Raises:
-            RuntimeError: This process is a forked child.
+            RuntimeError: This process is a forked child, or the communicator has been finalized.
         """
         self._operations.demand_own_process()
+        if self._operations.is_final:
+            raise RuntimeError(f"TorchComm {self._name!r} not initialized: it has been finalized")
         return Collectives(self._backend, self._name)
 
     def exchange(self, name: str, run: Callable[[Collectives, timedelta], T]) -> T:

@@ -406,6 +406,7 @@ class Communicators:
         """Tell the other ranks that this one leaves the group; they end waits that need more of it.
 
         A call that another thread makes raises, too, before its memory is released; it gets some seconds for that.
+        Later calls of this process raise the same, such as that of a backward pass, whose graph still knows the group.
         """
         if self.size == 1:
             return
@@ -416,6 +417,7 @@ class Communicators:
         until = time.monotonic() + _ENDS_WITHIN
         while any(call in self.under_way.values() for call in others) and time.monotonic() < until:
             time.sleep(_LOOK_EVERY)
+        self.monitor.refuse_calls(self.monitor.left_by_this_process())
 
     def stop(self) -> None:
         """Stop all transfers through shared memory, so that nothing writes to the caller's tensors after an error."""

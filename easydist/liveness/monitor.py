@@ -367,11 +367,16 @@ class Monitor(GroupStatus):
         self.leave_for_good(self._own(texts.recovers(self.rank)))
 
     def left_by_this_process(self) -> PeerLostError:
-        """Return the error for a call that this process makes while it leaves the group in another thread."""
+        """Return the error for a call that this process makes while it leaves the group, or after that."""
         pid, host = os.getpid(), socket.gethostname()
-        error = PeerLostError(texts.left(self.operation, self.rank, pid, host, []))
+        error = PeerLostError(texts.left(self.operation or "a verb", self.rank, pid, host, []))
         error.rank, error.pid, error.host = self.rank, pid, host
         return error
+
+    def refuse_calls(self, error: EasydistError) -> None:
+        """Let each further call of this process raise the error, unless it raises another one already."""
+        if self.broken is None or not self.broken.is_final:
+            self.broken, error.is_final = error, True
 
     def leave_for_good(self, error: EasydistError) -> None:
         """Leave the group for good: ranks that wait for this one raise the error, in torch's own calls one of torch."""

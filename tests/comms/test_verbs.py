@@ -9,7 +9,7 @@ import torch.distributed as dist
 from launching import free_port, within
 
 import easydist
-from easydist import CollectiveTimeout, DisagreementError
+from easydist import CollectiveTimeout, DisagreementError, PeerLostError
 from easydist.comms import CommTimeout, ReduceOp, new_comm, wrap
 from easydist.testing import distributed
 
@@ -103,6 +103,25 @@ def test_a_finalize_that_gives_up_says_why(rank):
         with pytest.raises(CommTimeout, match=r"in time for another rank.* \(finalize in the communicator 'main'"):
             comm.barrier(False)
     dist.barrier()
+
+
+@on_both
+@distributed(world_size=2)
+def test_verbs_over_a_finalized_communicator_say_so(rank, backend):
+    """Also that of a backward pass, whose graph still knows the group."""
+    comm, unused = made(backend, within(60)), made(backend, within(60))
+    x = torch.ones(2, requires_grad=True)
+    loss = easydist.gather(x, differentiable=True, group=comm).sum()
+    for one in (comm, unused):
+        one.finalize()
+    for _ in range(2):
+        for call in (loss.backward, lambda: easydist.gather(x, group=comm)):
+            with pytest.raises(
+                PeerLostError, match=rf"rank {rank} has left the group: .* has destroyed or finalized it"
+            ):
+                call()
+        with pytest.raises(RuntimeError, match=r"^TorchComm 'main' not initialized: it has been finalized"):
+            easydist.gather(x, group=unused)
 
 
 @distributed(world_size=[2, 3])
