@@ -170,7 +170,7 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     with contextlib.suppress(FileNotFoundError):
         existing = os.stat(target)
         _check_regular("save", path, existing)  # the file would replace a device
-    if existing is not None and stat.S_ISDIR(existing.st_mode):
+    if os.fsdecode(path).endswith("/") or (existing is not None and stat.S_ISDIR(existing.st_mode)):
         raise IsADirectoryError(errno.EISDIR, "save needs the path of a file, but this is a folder", os.fspath(path))
     if not os.path.isdir(folder):
         raise FileNotFoundError(errno.ENOENT, "save makes no folders, and there is none", folder)

@@ -240,6 +240,15 @@ def test_a_missing_file_is_an_os_error(path):
         easydist.save([], path / "nowhere")
 
 
+@pytest.mark.parametrize("name", ["new/", "file/", "new//"])
+def test_the_path_of_a_folder_is_refused_though_there_is_none(tmp_path, name):
+    easydist.save([1], tmp_path / "file")
+    with pytest.raises(IsADirectoryError, match=f"save needs the path of a file, .*: '{tmp_path}/{name}'$"):
+        easydist.save([2], f"{tmp_path}/{name}")
+    assert os.listdir(tmp_path) == ["file"]
+    assert easydist.load(tmp_path / "file") == [1]
+
+
 def test_things_are_named_where_they_stand(path):
     with pytest.raises(TypeError, match=r"^\['a'\]\[0\]\.name is a Thing; a file holds"):
         easydist.save({"a": [Batch(torch.ones(1), THING)]}, path)
