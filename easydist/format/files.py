@@ -183,9 +183,11 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
+    except BaseException as error:
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError):  # a write names no file, the other steps the temporary one
+            error.filename = os.fspath(path)
         raise
     _synchronise(folder)
 

@@ -349,7 +349,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(OSError, match=f"File too large: '{path}'$"):
             easydist.save({"a": torch.ones(100_000)}, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

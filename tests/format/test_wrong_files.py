@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import random
 import tracemalloc
 
@@ -247,6 +248,18 @@ def test_the_path_of_a_folder_is_refused_though_there_is_none(tmp_path, name):
         easydist.save([2], f"{tmp_path}/{name}")
     assert os.listdir(tmp_path) == ["file"]
     assert easydist.load(tmp_path / "file") == [1]
+
+
+def test_an_error_names_the_file_and_not_its_temporary_name(path):
+    os.close(free := os.dup(0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(OSError, match=f"Too many open files: '{path}'$"):
+            easydist.save([1], path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not os.listdir(path.parent)
 
 
 def test_things_are_named_where_they_stand(path):
