@@ -71,19 +71,37 @@ class MultiProcessAdapter(_Adapter):
                 msg, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
                 self.logger.log(level, msg, *args, stacklevel=stacklevel + 1, **kwargs)  # this frame is one more
 
-    def warning_once(self, msg: object, *args: object, stacklevel: int = 1, **kwargs: Any) -> None:
+    @eager
+    def warning_once(
+        self,
+        msg: object,
+        *args: object,
+        main_process_only: bool = True,
+        in_order: bool = False,
+        stacklevel: int = 1,
+        group: Group = None,
+        timeout: Timeout | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Write a warning, unless this logger has written the same one before.
 
         Args:
             msg: The message, with ``%`` for each of ``args``.
             *args: The values in the message; the same message with other values is another one.
+            main_process_only: As in ``log``.
+            in_order: As in ``log``. A process that has written the warning before takes part, and writes nothing.
             stacklevel: The frame whose line is logged: 1 is the caller.
+            group: As in ``log``.
+            timeout: As in ``log``.
             **kwargs: The other arguments of ``log``.
         """
         seen = self.__dict__.setdefault("_seen", set())
-        if (message := (str(msg), *map(repr, args))) not in seen:
-            seen.add(message)
-            self.log(logging.WARNING, msg, *args, stacklevel=stacklevel + 1, **kwargs)
+        # Not only for a new message: which ones are new may differ between ranks.
+        with _in_turn(group, timeout) if in_order else nullcontext():
+            if (message := (str(msg), *map(repr, args))) not in seen:
+                seen.add(message)
+                here = main_process_only and not in_order
+                self.log(logging.WARNING, msg, *args, main_process_only=here, stacklevel=stacklevel + 1, **kwargs)
 
 
 @contextmanager

@@ -136,6 +136,18 @@ def test_a_warning_once_is_written_once():
     assert records.texts == ["[RANK 0] seen 1", "[RANK 0] seen [2]"]
 
 
+@distributed(world_size=3)
+def test_ranks_stay_in_step_though_a_warning_is_new_on_some_only(rank):
+    logger, records = made()
+    for step in range(3):
+        logger.warning_once("%d dropped", step * (rank == 1), in_order=True)
+    assert easydist.gather_object([records.texts]) == [
+        ["[RANK 0] 0 dropped"],
+        ["[RANK 1] 0 dropped", "[RANK 1] 1 dropped", "[RANK 1] 2 dropped"],
+        ["[RANK 2] 0 dropped"],
+    ]
+
+
 def test_levels_are_accelerates(monkeypatch):
     logger, root = logging.getLogger("test.levels"), logging.getLogger()
     before = root.level
