@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, jointly, meet, run
 from easydist.base.arguments import UNSET, either, hiding
 from easydist.data.backing import absence, mark_written
+from easydist.data.leaves import unwritable
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
@@ -59,7 +60,9 @@ class GatheredParameters(ContextDecorator, AbstractContextManager[None]):
     Raises:
         RemoteError: The body raised an exception on another rank; no shard was changed. On that rank the body's own
             exception is raised.
-        TypeError: An argument is not a parameter, or a parameter of an FSDP1 module was passed instead of the module.
+        TypeError: An argument is not a parameter, or one without data of its own (on the meta device, not initialized,
+            sparse, …), or a parameter of an FSDP1 module was passed instead of the module.
+        ValueError: A parameter cannot be written, such as an expanded one; or ``modifier_rank`` is no rank of the group.
         RuntimeError: A parameter cannot be made whole because a weak reference to it exists; or it was replaced by
             another parameter in the body; or the body of this instance has not ended yet.
 
@@ -191,10 +194,18 @@ def _sort(params: Sequence[Any]) -> _Sorted:
         if not isinstance(item, torch.Tensor):
             raise TypeError(f"GatheredParameters takes parameters and modules, got {type(item).__name__}")
         if not is_sharded(item) and (reason := absence(item)):
-            raise TypeError(f"GatheredParameters: a parameter of shape {tuple(item.shape)} {reason}")
+            raise TypeError(f"GatheredParameters: {_described(item)} {reason}")
+        if not is_sharded(item) and (reason := unwritable(item)):
+            raise ValueError(f"GatheredParameters: {_described(item)} {reason}, so it cannot be written in place")
         if getattr(item, "_is_flat_param", False) or getattr(item, "_fsdp_flattened", False):
             raise TypeError("GatheredParameters: a parameter of an FSDP1 module is a part of a shard; pass the module")
     return modules, [*{id(parameter): parameter for parameter in found}.values()]
+
+
+def _described(parameter: torch.Tensor) -> str:
+    with suppress(RuntimeError):  # one that is not initialized has no shape, nor has a nested tensor
+        return f"a parameter of shape {tuple(parameter.shape)}"
+    return "a parameter"
 
 
 def _opened(params: Sequence[Any]) -> Iterator[Any]:

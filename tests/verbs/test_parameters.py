@@ -251,6 +251,29 @@ def test_misuse_is_an_error_for_all_before_anything_happens(rank, world_size):
     assert easydist.gather(rank).tolist() == [0, 1]
 
 
+@torch.inference_mode()
+def of_inference():
+    return nn.Linear(2, 1)
+
+
+UNFIT = {
+    "not initialized": (lambda: nn.LazyLinear(2), "TypeError: .* a parameter is not initialized yet"),
+    "meta": (lambda: nn.Linear(2, 1, device="meta"), r"TypeError: .* a parameter of shape \(1, 2\) is a meta tensor"),
+    "expanded": (lambda: nn.Parameter(torch.ones(1).expand(3)), r"ValueError: .* shape \(3,\) is an expanded tensor"),
+    "inference": (of_inference, "ValueError: .* is an inference tensor .*, so it cannot be written"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("modifier_rank", [None, 0])
+@distributed(world_size=2)
+def test_a_parameter_that_cannot_be_written_back_is_refused_before_the_body(rank, name, modifier_rank):
+    make, text = UNFIT[name]
+    with pytest.raises(RemoteError, match=f"rank 1: {text}"):
+        easydist.GatheredParameters(make() if rank else nn.Linear(2, 1), modifier_rank).__enter__()
+    assert easydist.gather(rank).tolist() == [0, 1]
+
+
 @distributed(world_size=2)
 def test_parameters_of_an_fsdp1_module_have_to_be_passed_as_the_module(rank):
     from torch.distributed.fsdp import FullyShardedDataParallel
