@@ -154,6 +154,7 @@ class Trace:
         """Write the calls of every rank as one file for https://ui.perfetto.dev or ``chrome://tracing``.
 
         Each rank is a track, and each call is a slice with an inner slice for the time until the last rank had come.
+        Calls of several threads that overlap are on further tracks of the rank: ``rank 0 (2)``.
         The arguments of a slice are ``site``, ``group``, ``rank`` (in the group), ``call`` (its number), ``bytes``,
         ``waited_us``, ``waited_for`` and ``error``.
 
@@ -325,22 +326,47 @@ def _ms(nanoseconds: float) -> str:
 def _events(every: Sequence[Sequence[TracedCall]]) -> Iterator[dict[str, Any]]:
     """Yield the events of a trace file: names of tracks, then slices, in µs from the first call on."""
     yield {"ph": "M", "name": "process_name", "pid": _PID, "tid": 0, "args": {"name": "easydist"}}
-    for rank in range(len(every)):
-        track = {"ph": "M", "pid": _PID, "tid": rank + 1}
-        yield {**track, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-        yield {**track, "name": "thread_sort_index", "args": {"sort_index": rank}}
+    named = [
+        (f"rank {rank}" if number == 1 else f"rank {rank} ({number})", track)
+        for rank, calls in enumerate(every)
+        for number, track in enumerate(_tracks(calls), 1)
+    ]
+    for tid, (name, _) in enumerate(named, 1):
+        track = {"ph": "M", "pid": _PID, "tid": tid}
+        yield {**track, "name": "thread_name", "args": {"name": name}}
+        yield {**track, "name": "thread_sort_index", "args": {"sort_index": tid}}
     zero = min((call.start for calls in every for call in calls), default=0)
-    for rank, calls in enumerate(every):
-        for call in sorted(calls, key=lambda call: (call.start, -call.end)):
-            yield _slice(rank, call.operation, "call", call.start - zero, call.end - zero, _arguments(call))
+    for tid, (_, calls) in enumerate(named, 1):
+        for call in calls:
+            yield _slice(tid, call.operation, "call", call.start - zero, call.end - zero, _arguments(call))
             if call.waited:
                 ready = call.came[call.rank] - zero
-                yield _slice(rank, f"wait for rank {call.last}", "wait", ready, ready + call.waited, {})
+                yield _slice(tid, f"wait for rank {call.last}", "wait", ready, ready + call.waited, {})
 
 
-def _slice(rank: int, name: str, category: str, start: int, end: int, arguments: dict[str, Any]) -> dict[str, Any]:
+def _tracks(calls: Sequence[TracedCall]) -> list[list[TracedCall]]:
+    """Spread a rank's calls over tracks so that those of one track are disjoint or nested, as the format demands.
+
+    Calls of several threads overlap; viewers would drop or shorten them in one track.
+    """
+    tracks: list[list[TracedCall]] = [[]]
+    open_: list[list[int]] = [[]]  # for each track the ends of the calls under way, the innermost last
+    for call in sorted(calls, key=lambda call: (call.start, -call.end)):
+        for ends in open_:
+            while ends and ends[-1] <= call.start:
+                ends.pop()
+        free = next((i for i, ends in enumerate(open_) if not ends or call.end <= ends[-1]), len(tracks))
+        if free == len(tracks):
+            tracks.append([])
+            open_.append([])
+        tracks[free].append(call)
+        open_[free].append(call.end)
+    return tracks
+
+
+def _slice(tid: int, name: str, category: str, start: int, end: int, arguments: dict[str, Any]) -> dict[str, Any]:
     times = {"ts": start / 1e3, "dur": (end - start) / 1e3}
-    return {"ph": "X", "name": name, "cat": category, "pid": _PID, "tid": rank + 1, **times, "args": arguments}
+    return {"ph": "X", "name": name, "cat": category, "pid": _PID, "tid": tid, **times, "args": arguments}
 
 
 def _arguments(call: TracedCall) -> dict[str, Any]:

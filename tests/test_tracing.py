@@ -1,6 +1,7 @@
 """Tests of the records of a trace on real ranks, of its table, and of its file for viewers."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,20 +16,25 @@ from easydist.testing import distributed
 ALL = (1, 2, 3)
 
 
-def arrive_last(rank, world_size):
-    """Return on the last rank once the others' headers for their next call, with their times, are written."""
-    easydist.wait_for_everyone()
-    control, store = communicators().met().control, dist.group.WORLD.get_group_store()
+def announce(group, key):
+    """Set a key of the store once this rank's header for its next call in a group, with its time, is written."""
+    control, store = communicators(group).met().control, dist.group.WORLD.get_group_store()
     exchange = control.all_gather_upto
 
     def announced(*args, **kwargs):
-        store.set(f"inside/{rank}", "")
+        store.set(key, "")
         return exchange(*args, **kwargs)
 
+    control.all_gather_upto = announced
+
+
+def arrive_last(rank, world_size):
+    """Return on the last rank once the others' headers for their next call, with their times, are written."""
+    easydist.wait_for_everyone()
     if rank < world_size - 1:
-        control.all_gather_upto = announced
+        announce(None, f"inside/{rank}")
     else:
-        store.wait([f"inside/{other}" for other in range(world_size - 1)])
+        dist.group.WORLD.get_group_store().wait([f"inside/{other}" for other in range(world_size - 1)])
 
 
 @distributed(world_size=ALL)
@@ -274,6 +280,34 @@ def test_groups_are_told_apart(rank, tmp_path):
         trace.save(tmp_path / "pair.json", group=pair)
         easydist.gather(rank, group=pair)
         assert list(events(tmp_path / "pair.json")) == ["rank 0", "rank 1"]
+
+
+@distributed(world_size=2)
+def test_calls_of_threads_that_overlap_are_on_tracks_of_their_own(rank, tmp_path):
+    one, other = (dist.new_group([0, 1]) for _ in range(2))
+    for group in (one, other):
+        easydist.gather(rank, group=group)
+    store = dist.group.WORLD.get_group_store()
+    with easydist.trace() as trace:
+        if rank:
+            store.wait(["other"])
+            easydist.gather(rank, group=one)
+            store.wait(["done"])
+            easydist.gather(rank, group=other)
+        else:
+            announce(one, "one")
+            announce(other, "other")
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(easydist.gather, rank, group=one).add_done_callback(lambda _: store.set("done", ""))
+                store.wait(["one"])
+                easydist.gather(rank, group=other)
+    trace.save(tmp_path / "threads.json")
+    easydist.wait_for_everyone()
+    slices = events(tmp_path / "threads.json")
+    calls = {track: [event for event in own if event["cat"] == "call"] for track, own in slices.items()}
+    assert {track: len(own) for track, own in calls.items()} == {"rank 0": 1, "rank 0 (2)": 1, "rank 1": 2}
+    (first,), (second,) = calls["rank 0"], calls["rank 0 (2)"]
+    assert nanoseconds(first)[0] < nanoseconds(second)[0] < nanoseconds(first)[1] < nanoseconds(second)[1]
 
 
 def call(operation="gather", site="a.py:1", rank=0, came=(), start=0, end=10, **values):
