@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from easydist import tree
+from easydist.base.wording import a_or_an
 from easydist.data.arithmetic import split_bounds
 from easydist.typing import Tree
 
@@ -16,8 +18,9 @@ from easydist.typing import Tree
 def split(inputs: Tree, parts: int, part: int, apply_padding: bool = False) -> Tree:
     """Return one of ``parts`` shares of ``inputs``; the first ``length % parts`` shares have one element more.
 
-    Lists, tuples, ranges, tensors, arrays and datasets with ``select`` are cut along dim 0; mappings and namedtuples
-    value by value; all other values are returned unchanged.
+    Lists, tuples, ranges, tensors, arrays and datasets with ``select`` are cut along dim 0, as are map-style datasets of
+    torch, of which a share is a ``Subset``; mappings and namedtuples value by value; all other values are returned
+    unchanged.
 
     Args:
         inputs: The data to split.
@@ -26,7 +29,7 @@ def split(inputs: Tree, parts: int, part: int, apply_padding: bool = False) -> T
         apply_padding: Repeat the last element until all shares have the same length.
 
     Raises:
-        TypeError: ``inputs`` is an iterator, which every process would read whole.
+        TypeError: ``inputs`` is an iterator, a stream or a ``DataLoader``, which every process would read whole.
         ValueError: The values of a mapping differ in length.
 
     Example:
@@ -35,9 +38,7 @@ def split(inputs: Tree, parts: int, part: int, apply_padding: bool = False) -> T
         >>> split((1, 2, 3), 2, 1, apply_padding=True)
         (3, 3)
     """
-    if isinstance(inputs, Iterator):
-        kind = type(inputs).__name__
-        raise TypeError(f"an iterator ({kind}) cannot be split between processes; pass a list of its values")
+    _check_indexed(inputs)
     lengths = dict(_lengths(inputs, ""))
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{path}: {length}" for path, length in lengths.items())
@@ -46,6 +47,15 @@ def split(inputs: Tree, parts: int, part: int, apply_padding: bool = False) -> T
     start, stop = split_bounds(length, parts, part)
     padding = -(-length // parts) - (stop - start) if apply_padding else None
     return _map(lambda value: _cut(value, start, stop, padding), inputs)
+
+
+def _check_indexed(inputs: Tree) -> None:
+    kind = type(inputs).__name__
+    if isinstance(inputs, DataLoader):
+        raise TypeError(f"{a_or_an(kind)} cannot be split between processes; pass its dataset")
+    if isinstance(inputs, Iterator | IterableDataset):
+        what = "an iterator" if isinstance(inputs, Iterator) else "a stream"
+        raise TypeError(f"{what} ({kind}) cannot be split between processes; pass a list of its values")
 
 
 def _lengths(value: Tree, path: str) -> Iterator[tuple[str, int]]:
@@ -71,7 +81,7 @@ def _items(value: Any) -> Any:
 def _is_cuttable(value: Any) -> bool:
     if isinstance(value, torch.Tensor | np.ndarray):
         return value.ndim > 0
-    return isinstance(value, list | tuple | range) or _is_dataset(value)
+    return isinstance(value, list | tuple | range) or _is_dataset(value) or _is_map_style(value)
 
 
 def _is_dataset(value: Any) -> bool:
@@ -79,10 +89,16 @@ def _is_dataset(value: Any) -> bool:
     return hasattr(value, "select") and hasattr(value, "column_names")
 
 
+def _is_map_style(value: Any) -> bool:
+    """True for a dataset of torch with a length and items by index."""
+    return isinstance(value, Dataset) and hasattr(value, "__len__") and not isinstance(value, IterableDataset)
+
+
 def _cut(value: Any, start: int, stop: int, padding: int | None) -> Any:
     """Return the elements from ``start`` to ``stop``, then the last one ``padding`` times; None is a plain slice."""
-    if _is_dataset(value):
-        return value.select([*range(start, stop), *[len(value) - 1] * (padding or 0)])
+    if _is_dataset(value) or _is_map_style(value):
+        indices = [*range(start, stop), *[len(value) - 1] * (padding or 0)]
+        return value.select(indices) if _is_dataset(value) else Subset(value, indices)
     share, last = value[start:stop], value[-1:]
     if padding is None:
         return share

@@ -444,9 +444,9 @@ class ProcessState(metaclass=WithAdvice):
     ) -> Iterator[Tree]:
         """Give the body this process's share of ``inputs``, which are not changed.
 
-        Lists, tuples, ranges, tensors, arrays and datasets are cut along dim 0, dicts and namedtuples value by value
-        (at every depth); all other values are the same on every process. If the length cannot be divided evenly, the
-        first processes get one element more.
+        Lists, tuples, ranges, tensors, arrays and datasets (of torch and of ``datasets``) are cut along dim 0, dicts
+        and namedtuples value by value (at every depth); all other values are the same on every process. If the length
+        cannot be divided evenly, the first processes get one element more.
 
         Args:
             inputs: The data to split; the same on every process.
@@ -454,7 +454,7 @@ class ProcessState(metaclass=WithAdvice):
             group: The ranks that share the data.
 
         Raises:
-            TypeError: ``inputs`` is an iterator, which every process would read whole.
+            TypeError: ``inputs`` is an iterator, a stream or a ``DataLoader``, which every process would read whole.
             ValueError: The values of a dict differ in length.
 
         Cost: no exchange.

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from launching import examples
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from trees import DTYPES, Batch, Items, Pair, Point, assert_same, batch_encoding, tensordict
 
 from easydist.data.arithmetic import split_bounds, split_sizes
@@ -53,6 +54,7 @@ KINDS = {
     "array": lambda items: np.array(items, dtype=np.int64),
     "list of strings": lambda items: [f"s{i}" for i in items],
     "list of tensors": lambda items: [torch.tensor(i) for i in items],
+    "torch dataset": lambda items: Subset(list(items), range(len(items))),
 }
 
 
@@ -205,6 +207,32 @@ class Dataset:
 def test_a_dataset_is_cut_by_select(length, parts, padding):
     got = shares(Dataset(list(range(length))), parts, padding)
     assert [share.rows for share in got] == naive_shares(range(length), parts, padding)
+
+
+class Stream(IterableDataset):
+    """A dataset without a length and indices."""
+
+    def __iter__(self):
+        return iter([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (DataLoader([1, 2]), "a DataLoader cannot be split between processes; pass its dataset"),
+        (Stream(), r"a stream \(Stream\) cannot be split between processes; pass a list of its values"),
+        (iter([1, 2]), r"an iterator \(list_iterator\) cannot be split between processes; pass a list of its values"),
+    ],
+    ids=["loader", "stream", "iterator"],
+)
+def test_what_every_process_would_read_whole_is_refused(data, text):
+    with pytest.raises(TypeError, match=f"^{text}$"):
+        split(data, 2, 0)
+
+
+def test_a_torch_dataset_is_cut_beside_other_values():
+    got = split({"data": TensorDataset(torch.arange(3)), "ids": ["a", "b", "c"]}, 2, 1, apply_padding=True)
+    assert (list(got["data"]), got["ids"]) == ([(2,), (2,)], ["c", "c"])
 
 
 @pytest.mark.parametrize(
