@@ -309,7 +309,7 @@ class Spec:
     plain: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     alike: list[str] = dataclasses.field(default_factory=list)
 
-    def rebuild(self, leaves: list[Any]) -> Tree:
+    def rebuild(self, leaves: Iterable[Any]) -> Tree:
         """Put ``leaves`` into the structure; law: ``spec.rebuild(leaves)`` equals the tree that was flattened.
 
         Args:
@@ -318,9 +318,10 @@ class Spec:
         Raises:
             ValueError: There are more or fewer leaves than paths.
         """
-        if len(leaves) != len(self.paths):
-            raise ValueError(f"the tree has {some(len(self.paths), 'leaf', 'leaves')}, got {len(leaves)}")
-        return _close(self._root, leaves)
+        values = leaves if type(leaves) is list else list(leaves)  # a list of leaves in the tree is a slice of them
+        if len(values) != len(self.paths):
+            raise ValueError(f"the tree has {some(len(self.paths), 'leaf', 'leaves')}, got {len(values)}")
+        return _close(self._root, values)
 
     def _repr_html_(self) -> str:
         """Return a table of the paths for notebooks."""

@@ -251,6 +251,12 @@ def test_skip_leaves_a_step_to_the_structure_at_any_depth():
     assert spec.rebuild([10, 40])["keep"] is data["keep"]
 
 
+@pytest.mark.parametrize("given", [tuple, iter, dict.fromkeys], ids=["tuple", "iterator", "keys"])
+def test_leaves_may_come_in_any_iterable(given):
+    for data in ([1, 2], {"a": [1], "b": (2,)}, [[1, 2]]):
+        assert_same(tree.flatten(data)[1].rebuild(given([1, 2])), data)
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_rebuild_refuses_another_number_of_leaves(count):
     _, spec = tree.flatten([1, 2])
