@@ -122,6 +122,10 @@ MISTAKES = {
         lambda: easydist.synchronize_rng_states(5),
         TypeError("synchronize_rng_states: rng_types=5 is not a list of names; pass [5]"),
     ),
+    "a generator of NumPy": (
+        lambda: easydist.synchronize_rng_states(["generator"], np.random.default_rng()),
+        TypeError("synchronize_rng_states: generator= takes a torch.Generator, got numpy.random._generator.Generator"),
+    ),
     "text in place of tensors": (
         lambda: easydist.gather("abc"),
         TypeError(

@@ -101,7 +101,7 @@ def synchronize_rng_states(
         timeout: The time limit of the call; None is the group's.
 
     Raises:
-        TypeError: ``rng_types`` is a single name.
+        TypeError: ``rng_types`` is a single name, or ``generator`` is not a ``torch.Generator``.
         ValueError: This process has no such generator; none was changed.
 
     Example:
@@ -127,6 +127,10 @@ class _SynchronizeRngStates(BroadcastObjectList):
         if asked is not None and (isinstance(asked, str) or not isinstance(asked, Iterable)):
             raise TypeError(f"synchronize_rng_states: rng_types={asked!r} is not a list of names; pass [{asked!r}]")
         names = [str(getattr(kind, "value", kind)) for kind in asked or ()]
+        if not isinstance(self._generator, torch.Generator | None):
+            kind = type(self._generator)
+            got = f"{kind.__module__}.{kind.__qualname__}"  # NumPy's class has the same name
+            raise TypeError(f"synchronize_rng_states: generator= takes a torch.Generator, got {got}")
         known = _generators(self._generator, names)
         names = list(known) if asked is None else names
         if missing := [name for name in names if name not in known]:
