@@ -274,6 +274,18 @@ def test_a_parameter_that_cannot_be_written_back_is_refused_before_the_body(rank
     assert easydist.gather(rank).tolist() == [0, 1]
 
 
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_a_sharded_parameter_on_the_meta_device_is_refused_on_all_ranks(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta" if rank else "cpu"):
+        net = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(RemoteError, match=r"rank 1: TypeError: .* shape \(4, 4\) is on the meta device; call model.to_empty"):
+        easydist.GatheredParameters(net, 0).__enter__()
+    assert easydist.gather(rank).tolist() == [0, 1]
+
+
 @distributed(world_size=2)
 def test_parameters_of_an_fsdp1_module_have_to_be_passed_as_the_module(rank):
     from torch.distributed.fsdp import FullyShardedDataParallel
