@@ -64,7 +64,7 @@ class GatheredParameters(ContextDecorator, AbstractContextManager[None]):
             sparse, …), or a parameter of an FSDP1 module was passed instead of the module.
         ValueError: A parameter cannot be written, such as an expanded one; or ``modifier_rank`` is no rank of the group.
         RuntimeError: A parameter cannot be made whole because a weak reference to it exists; or it was replaced by
-            another parameter in the body; or the body of this instance has not ended yet.
+            another parameter in the body, or got another shape there; or the body of this instance has not ended yet.
 
     Example:
         >>> import torch, easydist
@@ -277,6 +277,7 @@ def _kept(params: list[nn.Parameter], changes: _Changes) -> Iterator[None]:
     try:
         with jointly(comms, "GatheredParameters", changes.timeout), _no_replacing(params):
             yield
+            _check_shapes(params, before)
         if changes.modifier_rank is not None:
             # Not ``detach``: a forward pass in the body may still need its backward pass, which the write would forbid.
             whole = [parameter.data for parameter in params]
@@ -284,7 +285,19 @@ def _kept(params: list[nn.Parameter], changes: _Changes) -> Iterator[None]:
             before = [parameter.detach() for parameter in params]
     finally:
         for parameter, values in zip(params, before, strict=True):
-            parameter.data.copy_(values)
+            if parameter.shape == values.shape:
+                parameter.data.copy_(values)
+            else:  # the body has given it other data
+                parameter.data = values
+
+
+def _check_shapes(params: Sequence[nn.Parameter], before: Sequence[torch.Tensor]) -> None:
+    for parameter, old in zip(params, before, strict=True):
+        if parameter.shape != old.shape:
+            raise RuntimeError(
+                f"GatheredParameters: a parameter of shape {tuple(old.shape)} has the shape {tuple(parameter.shape)} "
+                "after the body; change its values in place"
+            )
 
 
 @contextmanager

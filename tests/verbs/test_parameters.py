@@ -1,6 +1,7 @@
 """GatheredParameters: whole inside, and a change made on one rank reaches every shard."""
 
 import copy
+import functools
 import gc
 import inspect
 import pickle
@@ -283,6 +284,26 @@ def test_a_sharded_parameter_on_the_meta_device_is_refused_on_all_ranks(rank):
         net = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(RemoteError, match=r"rank 1: TypeError: .* shape \(4, 4\) is on the meta device; call model.to_empty"):
         easydist.GatheredParameters(net, 0).__enter__()
+    assert easydist.gather(rank).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("modifier_rank", [None, 0])
+@pytest.mark.parametrize("make", [model, functools.partial(sharded, 2)], ids=["plain", "sharded"])
+@distributed(world_size=2)
+def test_another_shape_in_the_body_is_an_error_on_all_ranks_and_changes_nothing(rank, make, modifier_rank):
+    layer = make()[0]
+    before = [getattr(p, "to_local", p.detach)().detach().clone() for p in layer.parameters()]
+
+    def reshape():
+        with easydist.GatheredParameters(layer, modifier_rank):
+            layer.bias.data.fill_(7.0)
+            if rank == 0:
+                layer.weight.data = torch.zeros(3, 3)
+
+    with pytest.raises(RemoteError if rank else RuntimeError, match=r"has the shape \(3, 3\) after the body"):
+        reshape()
+    after = [getattr(p, "to_local", p.detach)().detach() for p in layer.parameters()]
+    assert all(map(torch.equal, after, before))
     assert easydist.gather(rank).tolist() == [0, 1]
 
 
