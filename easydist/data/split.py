@@ -18,9 +18,8 @@ from easydist.typing import Tree
 def split(inputs: Tree, parts: int, part: int, apply_padding: bool = False) -> Tree:
     """Return one of ``parts`` shares of ``inputs``; the first ``length % parts`` shares have one element more.
 
-    Lists, tuples, ranges, tensors, arrays and datasets with ``select`` are cut along dim 0, as are map-style datasets of
-    torch, of which a share is a ``Subset``; mappings and namedtuples value by value; all other values are returned
-    unchanged.
+    Lists, tuples, ranges, tensors, arrays, datasets with ``select``, and map-style datasets of torch (whose share is a
+    ``Subset``) are cut along dim 0; mappings and namedtuples value by value; all other values are returned unchanged.
 
     Args:
         inputs: The data to split.

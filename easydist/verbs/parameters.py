@@ -62,7 +62,7 @@ class GatheredParameters(ContextDecorator, AbstractContextManager[None]):
             exception is raised.
         TypeError: An argument is not a parameter, or one without data of its own (on the meta device, not initialized,
             sparse, …), or a parameter of an FSDP1 module was passed instead of the module.
-        ValueError: A parameter cannot be written, such as an expanded one; or ``modifier_rank`` is no rank of the group.
+        ValueError: A parameter cannot be written, such as an expanded one, or ``modifier_rank`` is not a rank here.
         RuntimeError: A parameter cannot be made whole because a weak reference to it exists; or it was replaced by
             another parameter in the body, or got another shape there; or the body of this instance has not ended yet.
 

@@ -127,8 +127,9 @@ class _SynchronizeRngStates(BroadcastObjectList):
         if asked is not None and (isinstance(asked, str) or not isinstance(asked, Iterable)):
             raise TypeError(f"synchronize_rng_states: rng_types={asked!r} is not a list of names; pass [{asked!r}]")
         names = [str(getattr(kind, "value", kind)) for kind in asked or ()]
-        if not isinstance(self._generator, torch.Generator | None):
-            kind = type(self._generator)
+        given: object = self._generator
+        if not isinstance(given, torch.Generator | None):
+            kind = type(given)
             got = f"{kind.__module__}.{kind.__qualname__}"  # NumPy's class has the same name
             raise TypeError(f"synchronize_rng_states: generator= takes a torch.Generator, got {got}")
         known = _generators(self._generator, names)

@@ -3,8 +3,8 @@
 import contextlib
 import json
 import os
-import resource
 import random
+import resource
 import tracemalloc
 
 import launching

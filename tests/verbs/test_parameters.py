@@ -282,7 +282,9 @@ def test_a_sharded_parameter_on_the_meta_device_is_refused_on_all_ranks(rank):
 
     with torch.device("meta" if rank else "cpu"):
         net = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(RemoteError, match=r"rank 1: TypeError: .* shape \(4, 4\) is on the meta device; call model.to_empty"):
+    with pytest.raises(
+        RemoteError, match=r"rank 1: TypeError: .* shape \(4, 4\) is on the meta device; call model.to_empty"
+    ):
         easydist.GatheredParameters(net, 0).__enter__()
     assert easydist.gather(rank).tolist() == [0, 1]
 
