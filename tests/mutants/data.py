@@ -61,9 +61,9 @@ MUTANTS = [
     ),
     Mutant(
         "data/split.py",
-        "split",
-        "if isinstance(inputs, Iterator):",
-        "if False:",
+        "_check_indexed",
+        "if isinstance(inputs, Iterator | IterableDataset):",
+        "if isinstance(inputs, IterableDataset):",
         "tests/test_mistakes.py -k generator",
     ),
     Mutant(

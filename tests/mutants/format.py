@@ -83,8 +83,8 @@ MUTANTS = [
     Mutant(
         "format/files.py",
         "_replacing",
-        "except BaseException:",
-        "except Exception:",
+        "except BaseException as error:",
+        "except Exception as error:",
         "tests/format/test_files.py",
     ),
     Mutant(
