@@ -238,14 +238,17 @@ def _summoned(module: nn.Module, changes: _Changes) -> Iterator[None]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     whole = FullyShardedDataParallel.summon_full_params(module, writeback=True)
-    with whole, _kept(list(module.parameters()), changes):
-        yield
+    with whole:
+        params = list(module.parameters())
+        with _kept(params, params, changes):
+            yield
 
 
 @contextmanager
 def _whole(params: list[nn.Parameter], changes: _Changes) -> Iterator[None]:
     """Make DTensors whole by swapping them with their full tensors; plain parameters are whole already."""
     sharded = [parameter for parameter in params if is_sharded(parameter)]
+    plain = [parameter for parameter in params if not is_sharded(parameter)]
     others = [full(parameter) for parameter in sharded]
     fault: Exception | None = None
     try:
@@ -259,43 +262,47 @@ def _whole(params: list[nn.Parameter], changes: _Changes) -> Iterator[None]:
             trade_back(sharded, others)
         raise
     try:
-        with fsdp_aside(sharded), _kept(params, changes):
+        with fsdp_aside(sharded), _kept(params, plain, changes):
             yield
     finally:
         trade_back(sharded, others)
-    for parameter, whole in zip(sharded, others, strict=True):
-        write_shard(parameter, whole)
-    if changes.modifier_rank is not None:  # a backward pass that needs the values from before has to notice
-        mark_written(sharded)
+    if changes.modifier_rank is not None:
+        for parameter, whole in zip(sharded, others, strict=True):
+            write_shard(parameter, whole)
+        mark_written(sharded)  # a backward pass that needs the values from before has to notice
 
 
 @contextmanager
-def _kept(params: list[nn.Parameter], changes: _Changes) -> Iterator[None]:
-    """Give all ranks ``modifier_rank``'s parameters after the body; without one, or after an error, restore them."""
-    before = [parameter.detach().clone() for parameter in params]
+def _kept(params: list[nn.Parameter], plain: list[nn.Parameter], changes: _Changes) -> Iterator[None]:
+    """Give all ranks ``modifier_rank``'s parameters after the body.
+
+    Without one, or after an error, restore the plain ones; the others are full tensors, which are not used any more.
+    """
+    shapes = [parameter.shape for parameter in params]
+    before = [parameter.detach().clone() for parameter in plain]
     comms = communicators(changes.group)
     try:
         with jointly(comms, "GatheredParameters", changes.timeout), _no_replacing(params):
             yield
-            _check_shapes(params, before)
+            _check_shapes(params, shapes)
         if changes.modifier_rank is not None:
             # Not ``detach``: a forward pass in the body may still need its backward pass, which the write would forbid.
             whole = [parameter.data for parameter in params]
             broadcast(whole, group_src=changes.modifier_rank, group=changes.group, timeout=changes.timeout)
-            before = [parameter.detach() for parameter in params]
+            before = [parameter.detach() for parameter in plain]
     finally:
-        for parameter, values in zip(params, before, strict=True):
+        for parameter, values in zip(plain, before, strict=True):
             if parameter.shape == values.shape:
                 parameter.data.copy_(values)
             else:  # the body has given it other data
                 parameter.data = values
 
 
-def _check_shapes(params: Sequence[nn.Parameter], before: Sequence[torch.Tensor]) -> None:
-    for parameter, old in zip(params, before, strict=True):
-        if parameter.shape != old.shape:
+def _check_shapes(params: Sequence[nn.Parameter], before: Sequence[torch.Size]) -> None:
+    for parameter, shape in zip(params, before, strict=True):
+        if parameter.shape != shape:
             raise RuntimeError(
-                f"GatheredParameters: a parameter of shape {tuple(old.shape)} has the shape {tuple(parameter.shape)} "
+                f"GatheredParameters: a parameter of shape {tuple(shape)} has the shape {tuple(parameter.shape)} "
                 "after the body; change its values in place"
             )
 

@@ -111,9 +111,9 @@ MUTANTS = [
     Mutant(
         "verbs/parameters.py",
         "_kept",
-        "[parameter.detach().clone() for parameter in params]",
-        "[parameter.detach() for parameter in params]",
-        "tests/verbs/test_parameters.py::test_without_modifier_rank_changes_are_thrown_away",
+        "[parameter.detach().clone() for parameter in plain]",
+        "[parameter.detach() for parameter in plain]",
+        "tests/verbs/test_parameters.py -k another_shape",
     ),
     Mutant(
         "verbs/random.py",

@@ -166,3 +166,23 @@ def test_a_reduction_to_one_rank_has_the_same_bits_in_chunks(rank, backend, op):
         assert torch.equal(got["whole"].view(torch.uint8), want["whole"].view(torch.uint8))
         assert all(map(torch.equal, got["parts"], want["parts"]))
     assert torch.equal(values, tree["whole"])
+
+
+@MEASURED
+@distributed(world_size=2)
+def test_whole_parameters_are_in_memory_once(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = torch.nn.Sequential(*[torch.nn.Linear(1024, 512, bias=False) for _ in range(16)])
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+
+    def gathered(modifier_rank):
+        with easydist.GatheredParameters(net, modifier_rank):
+            pass
+
+    peaks = []
+    for modifier_rank in (None, 0):
+        gathered(modifier_rank)
+        peaks.append(peak_of(lambda modifier_rank=modifier_rank: gathered(modifier_rank), NBYTES))
+    assert max(peaks) < 2, peaks  # not a second copy to restore them from
