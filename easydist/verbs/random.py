@@ -46,10 +46,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Source: accelerate's ``set_seed``.
     """
     seed = integer("set_seed: seed", seed, "a seed")
+    last = seed + (ProcessState().num_processes - 1 if device_specific else 0)
+    if not -(2**63) <= seed <= last < 2**64:  # the same on all ranks
+        raise ValueError(f"set_seed: {seed if seed < 0 else last} has more than 64 bits; choose a smaller seed")
     if device_specific:
         seed += ProcessState().process_index
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"set_seed: {seed} has more than 64 bits; choose a smaller seed")
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -24,7 +24,7 @@ def test_one_seed_gives_all_ranks_the_same_numbers(rank, world_size):
 
 def draw_after(seed):
     torch.manual_seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed % 2**32)
     random.seed(seed)
     return draw()
 
@@ -49,6 +49,16 @@ def test_device_specific_seeds_differ_by_the_rank_on_all_hosts(rank):
         patch.setenv("LOCAL_RANK", "0")
         easydist.set_seed(5, device_specific=True)
     assert draw() == draw_after(5 + rank)
+
+
+@distributed(world_size=3)
+def test_a_seed_that_is_too_large_for_the_last_rank_is_an_error_on_all(rank):
+    easydist.set_seed(1)
+    with pytest.raises(ValueError, match=f"^set_seed: {2**64} has more than 64 bits; choose a smaller seed$"):
+        easydist.set_seed(2**64 - 2, device_specific=True)
+    assert draw() == draw_after(1)
+    easydist.set_seed(2**64 - 3, device_specific=True)
+    assert draw() == draw_after(2**64 - 3 + rank)
 
 
 @distributed(world_size=1)
