@@ -237,6 +237,7 @@ def load(path: str | os.PathLike[str], *, device: Device = "cpu", into: Tree = N
 
     Raises:
         WireError: The file is not a valid safetensors file. Nothing is allocated for its data.
+        TypeError: ``into`` is a module, whose ``state_dict()`` is meant.
         ValueError: ``into`` does not fit the file, or cannot be written; it is not changed.
         OSError: The file cannot be read, or is not a regular file.
 
@@ -252,6 +253,9 @@ def load(path: str | os.PathLike[str], *, device: Device = "cpu", into: Tree = N
 
     Source: https://huggingface.co/docs/safetensors/index#format
     """
+    if isinstance(into, torch.nn.Module):
+        kind = a_or_an(type(into).__name__)
+        raise TypeError(f"load: into= takes a tree of tensors, got {kind}; pass its state_dict()")
     with _naming(path):
         targets = None if into is None else Targets(into)
         data, leaves = tree_in(*_open(path), device, targets)

@@ -273,6 +273,14 @@ def test_things_are_named_where_they_stand(path):
         easydist.save({"a": torch.eye(2).to_sparse()}, path)
 
 
+def test_a_module_to_load_into_is_an_error_that_names_its_state_dict(path):
+    easydist.save((layer := torch.nn.Linear(2, 1)).state_dict(), path)
+    with pytest.raises(
+        TypeError, match=r"^load: into= takes a tree of tensors, got a Linear; pass its state_dict\(\)$"
+    ):
+        easydist.load(path, into=layer)
+
+
 def test_swapped_arguments_are_an_error_that_says_so(tmp_path):
     for path in (tmp_path / "x.safetensors", str(tmp_path / "x.safetensors")):
         with pytest.raises(
