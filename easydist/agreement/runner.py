@@ -233,12 +233,15 @@ def reported(comms: Communicators, operation: str, timeout: Timeout | None = Non
 
     The others are not in such a body: they wait for its end in a meeting, which any error of all ranks ends.
     """
+    comms.awaited_bodies += 1
     try:
         yield
     except BaseException as error:
         with contextlib.suppress(Exception):  # the others raise RemoteError; here the body's own exception is raised
             meet(comms, operation, error, timeout)
         raise
+    finally:
+        comms.awaited_bodies -= 1
 
 
 @contextlib.contextmanager
@@ -249,6 +252,10 @@ def jointly(comms: Communicators, operation: str, timeout: Timeout | None = None
     ranks raise, too, since some may catch it. A rank that hears in the body that others have left it raises that error
     in its further calls, and at the end (``Communicators.left``), since they come to no other exchange of this body.
     """
+    if comms.awaited_bodies:  # the others wait for the end of that body; they raise once, and come to no second meeting
+        yield
+        meet(comms, operation, timeout=timeout)
+        return
     comms.bodies += 1
     is_at_end = False
     try:

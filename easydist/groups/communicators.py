@@ -177,6 +177,8 @@ class Communicators:
         # The bodies of ``together`` and the like that this rank is in; and the outermost one that a rank has left with
         # an error, of which this rank has heard, with the error that it got.
         self.bodies = 0
+        # The bodies of ``main_process_first`` and the like that this rank is in, for whose end others wait outside.
+        self.awaited_bodies = 0
         self.left: tuple[int, EasydistError] | None = None
         self.turns = threading.RLock()  # a call in a signal handler is an error, not a deadlock
         self._recovery: Recovery | None = None

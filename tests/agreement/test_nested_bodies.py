@@ -142,3 +142,17 @@ def test_a_rank_that_caught_the_others_error_raises_it_at_the_end_of_the_body(ra
     with pytest.raises(Own if rank else RemoteError):
         body()
     assert easydist.gather(rank).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("raising", [None, 0, 1], ids=str)
+@distributed(world_size=3)
+def test_ranks_stay_in_step_after_a_body_in_one_that_others_wait_for(rank, raising):
+    def body():
+        with easydist.ProcessState().main_process_first(), easydist.together():
+            if rank == raising:
+                raise Own
+
+    for step in range(2):
+        with pytest.raises(FAILED):
+            body()
+        assert easydist.gather(torch.tensor([step])).tolist() == [step] * 3
