@@ -45,6 +45,7 @@ def reconnect(store: TimedStore, monitor: Monitor, connect: Callable[[Store, flo
         met = _meet(store, monitor)
         place = PrefixStore(_place(monitor.phase, met), store.plain)
         made = connect(place, monitor.connect_limit(time.monotonic()))  # almost at once, unless one has left again
+        monitor.drop_log(_name_of_log(monitor.phase))
         monitor.end_meeting()  # inside try: from now on Ctrl-C ends a call of connected ranks
         broken = None
         return made
@@ -98,12 +99,16 @@ def _take(step: Step, store: TimedStore, monitor: Monitor, began: float) -> Repl
 
 def _here(monitor: Monitor) -> Log:
     """Return the log of the announcements of this phase."""
-    return monitor.log(f"{monitor.phase}/here")
+    return monitor.log(_name_of_log(monitor.phase))
+
+
+def _name_of_log(phase: int) -> str:
+    return f"{phase}/here"
 
 
 def _ask(store: TimedStore, ranks: Sequence[int], monitor: Monitor) -> Replies:
     told, peers = _here(monitor).last(store), monitor.peers
-    where = in_store(f"{monitor.phase}/here")
+    where = in_store(_name_of_log(monitor.phase))
     announced = {rank: _announced(where, told[rank]) for rank in ranks if rank in told}
     if unknown := [rank for rank in announced if peers[rank].pid is None]:
         who = monitor.log(WHO).last(store)

@@ -112,6 +112,10 @@ class GroupStatus(GroupProtocol):
         """Return this process's view of a log in the group's store."""
         return self._logs.setdefault(name, Log(name, self._refused))
 
+    def drop_log(self, name: str) -> None:
+        """Drop the view of a log that is not read any more."""
+        self._logs.pop(name, None)
+
     def sees(self, rank: int) -> bool:
         """True if another rank's process is known to be on this host."""
         return self.peers[rank].is_visible

@@ -72,6 +72,24 @@ def test_no_data_goes_by_connections_that_were_broken(rank, backend):
 
 
 @pytest.mark.slow
+@distributed(world_size=2)
+def test_the_announcements_of_a_meeting_are_dropped_once_the_ranks_are_connected(rank):
+    with made("gloo") as group:
+        check_works(group, "gloo")
+        monitor, store = ProcessState().communicators(group).monitor, group.get_group_store()
+        known = set(monitor._logs)
+        for attempt in range(3):
+            if rank == 1:
+                store.wait([f"rank 0 gave up {attempt}"])
+            with pytest.raises(CollectiveTimeout):
+                easydist.gather(rank, group=group, timeout=0.2 if rank == 0 else 20)
+            if rank == 0:
+                store.set(f"rank 0 gave up {attempt}", "")
+            check_works(group, "gloo")
+        assert set(monitor._logs) - known <= {"reports/log", "who"}
+
+
+@pytest.mark.slow
 @distributed(world_size=3)
 def test_large_data_goes_with_the_small_where_one_rank_gets_no_more_memory(rank):
     with made("shm") as group, pytest.MonkeyPatch.context() as patch:

@@ -81,6 +81,13 @@ MUTANTS = [
         "tests/groups/test_communicators.py -k destroyed_groups_end",
     ),
     Mutant(
+        "groups/reconnecting.py",
+        "reconnect",
+        "        monitor.drop_log(_name_of_log(monitor.phase))\n",
+        "",
+        "tests/groups/test_communicators.py -k announcements_of_a_meeting",
+    ),
+    Mutant(
         "groups/sharing.py",
         "_proved",
         "return sorted(ranks for ranks in found if ranks)",
