@@ -206,7 +206,11 @@ def _disagree(comms: Communicators, operation: str, call: Call) -> NoReturn:
         "fixed": call.types(fixed=True),
         "absent": call.absent,
         "advice": call.advice,
+        "bodies": comms.bodies,
     }
     every = exchange_json(comms, mine)
     same_call = len({one["title"] for one in every}) == 1
-    raise shared(comms, DisagreementError(trees_text(every) if same_call else calls_text(every)))
+    text, common = trees_text(every) if same_call else calls_text(every), min(one["bodies"] for one in every)
+    if common < comms.bodies:  # some ranks are not in a body that this one is in, and come to no other exchange in it
+        comms.left = common + 1, shared(comms, DisagreementError(text))
+    raise shared(comms, DisagreementError(text))

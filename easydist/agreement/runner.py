@@ -276,9 +276,9 @@ def jointly(comms: Communicators, operation: str, timeout: Timeout | None = None
 def _leave(comms: Communicators, operation: str, error: BaseException, timeout: Timeout | None) -> None:
     """Meet the others in the body with an exception; again if a message that they wait for comes in between.
 
-    This does nothing if this rank has heard of others that have left, as every call of the body raises then.
+    This does nothing if this rank has heard of others that have left or are not in the body: they do not meet it.
     """
     with contextlib.suppress(Exception):  # the others raise RemoteError; here the body's own exception is raised
-        while True:  # it always raises
+        while comms.left is None:
             with contextlib.suppress(DisagreementError):
                 _meet(comms, operation, error, timeout, comms.bodies)

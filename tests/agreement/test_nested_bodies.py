@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import easydist
-from easydist import EasydistError, MetricCollector, RemoteError
+from easydist import DisagreementError, EasydistError, MetricCollector, RemoteError
 from easydist.testing import distributed
 
 
@@ -156,3 +156,22 @@ def test_ranks_stay_in_step_after_a_body_in_one_that_others_wait_for(rank, raisi
         with pytest.raises(FAILED):
             body()
         assert easydist.gather(torch.tensor([step])).tolist() == [step] * 3
+
+
+@pytest.mark.parametrize("is_caught", [False, True], ids=["raised", "caught"])
+@pytest.mark.parametrize("is_at_end", [False, True], ids=["in the body", "at its end"])
+@distributed(world_size=[2, 3])
+def test_ranks_stay_in_step_if_one_is_in_a_body_and_the_others_are_not(rank, world_size, is_at_end, is_caught):
+    def call():
+        if not is_at_end:
+            with contextlib.suppress(DisagreementError) if is_caught else contextlib.nullcontext():
+                easydist.gather_object([rank])
+
+    def body():
+        with easydist.together():
+            call()
+
+    for step in range(2):
+        with pytest.raises(DisagreementError, match="ranks made different calls"):
+            body() if rank == 0 else easydist.gather(torch.ones(1))
+        assert easydist.gather(torch.tensor([step])).tolist() == [step] * world_size
