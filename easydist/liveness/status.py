@@ -440,7 +440,7 @@ class GroupStatus(GroupProtocol):
         shown = [r for r in involved if self.size <= _ROWS or r in missing or r in unknown]
         rows = [self._row(rank, rank in missing, rank in unknown, rank in idle) for rank in shown]
         store = (self._store if self._is_cut_off or unknown else None) or (self._lost_store if unknown else None)
-        todo = ([] if store is None else [self._about(store)]) + [advice or self.advice.late]
+        todo = ([] if store is None else [self._about(store)]) + [advice or self._advice_if_late]
         error = CollectiveTimeout(texts.late(self.operation, missing, unknown, self.size, seconds, rows[:_ROWS], todo))
         error.missing = tuple(missing)
         return error
@@ -450,8 +450,18 @@ class GroupStatus(GroupProtocol):
         awaited = awaited if self.peer is None else [self.peer]
         numbers = {rank: self._heard_of(self.peers[rank]) for rank in awaited if rank in self.peers}
         unknown = [rank for rank, number in numbers.items() if number is None]
-        missing = [rank for rank, number in numbers.items() if number is not None and number < self.number]
+        begun = self.number + self._connects_all_for_two
+        missing = [rank for rank, number in numbers.items() if number is not None and number < begun]
         return missing if self.peer is None or unknown else [self.peer], unknown
+
+    @property
+    def _connects_all_for_two(self) -> bool:
+        """True while this rank waits, in a call of two, for a further call of each other rank."""
+        return self._partner is not None and self.peer is None
+
+    @property
+    def _advice_if_late(self) -> str:
+        return texts.CONNECTS_ALL if self._connects_all_for_two else self.advice.late
 
     def _late_store(self, where: str, is_served_by_rank_0: bool, seconds: float, advice: str) -> CollectiveTimeout:
         row = texts.row(self.rank, f"waits in {self._place.decode()}", "")

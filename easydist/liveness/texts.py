@@ -63,6 +63,10 @@ RECONNECTS = Advice(
     "The next call of the group reconnects.",
     "repeat this call",
 )
+CONNECTS_ALL = (
+    "A message between two ranks needs all ranks if the group has to be connected, first or again after an error: let "
+    "each make a call of it, such as wait_for_everyone(). The next call reconnects."
+)
 UNMADE = "Make sure that every rank makes this call, or give it more time (timeout=). Then make it again on all ranks."
 ENDED = Advice(
     "The group can no longer be used. Make a new one, with more time (timeout=).",

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+from functools import partial
 
 import launching
 import pytest
@@ -28,6 +29,8 @@ TOLD = {
     "timeout": (CollectiveTimeout, r"^gather: 2 of 3 ranks did not come within 0\.5 s\n"),
 }
 """The error of the others, by what has ended the call of one rank."""
+
+MISSING = r"_object: 1 of 3 ranks did not come within 2 s\n(?s:.*)rank 1: missing; (?s:.*)\nA message between two "
 
 
 def broadcast_tensor_dict(group, turn):
@@ -206,6 +209,30 @@ def test_a_rank_that_waits_for_another_in_vain_leaves_all_in_step(rank, backend,
             gathered = easydist.gather(10 * turn + rank, group=group, timeout=LONG)
             assert gathered.tolist() == [10 * turn + r for r in range(3)]
         assert len(set(of_all(ProcessState().communicators(group).monitor.number))) == 1
+        check_works(group, backend)
+
+
+@pytest.mark.slow
+@BACKENDS
+@distributed(world_size=3)
+def test_a_message_that_has_to_reconnect_all_ranks_names_those_that_make_no_call(rank, backend):
+    with made(backend) as group:
+        check_works(group, backend)
+        store = group.get_group_store()
+        if rank != 1:
+            with pytest.raises(CollectiveTimeout):
+                easydist.gather(rank, group=group, timeout=0.3)
+            store.set(f"gave up {rank}", "")
+            message = partial(easydist.send_object, "x", 0) if rank == 2 else partial(easydist.recv_object, 2)
+            with pytest.raises(CollectiveTimeout, match=MISSING) as caught:
+                message(group=group, timeout=2)
+            assert caught.value.missing == (1,)
+            store.set(f"named {rank}", "")
+        else:
+            store.wait(["gave up 0", "gave up 2"])
+            with pytest.raises(CollectiveTimeout):
+                easydist.gather(rank, group=group, timeout=LONG)
+            store.wait(["named 0", "named 2"])
         check_works(group, backend)
 
 
