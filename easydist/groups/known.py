@@ -14,7 +14,6 @@ from easydist.base.forks import NOT_A_RANK, groups_of_parents, keep
 from easydist.base.torch_groups import is_known
 from easydist.groups.communicators import Communicators
 from easydist.groups.recovering import ALREADY_RECOVERED
-from easydist.liveness.background import at_once
 from easydist.liveness.timed_store import TimedStore
 from easydist.transport.backends.native import over
 from easydist.transport.backends.solo import Solo
@@ -55,36 +54,17 @@ def _make(group: dist.ProcessGroup) -> Communicators:
 def remember(group: dist.ProcessGroup, comms: Communicators) -> Communicators:
     """Let these be the communicators of ``group``, release those of destroyed groups, and return them."""
     with _making:
-        _release_destroyed()
+        for gone in [known for known in _CACHE if not (is_known(known) or known in unregistered)]:
+            _CACHE[gone].leave()
+            _CACHE.pop(gone).let_go()  # a destroyed group keeps its connections open as long as it is cached here
         _CACHE[group] = comms
         comms.monitor.is_destroyed = functools.partial(_is_destroyed, weakref.ref(group))
-        comms.monitor.release = release_destroyed
     return comms
 
 
 def _is_destroyed(group: weakref.ref[dist.ProcessGroup]) -> bool:
-    return not _exists(group())
-
-
-def _exists(group: dist.ProcessGroup | None) -> bool:
-    return is_known(group) or group in unregistered
-
-
-def release_destroyed() -> None:
-    """Release the communicators of destroyed groups soon: they keep the connections, threads and memory of a group.
-
-    A thread does so, because a group of gloo ends its own threads first, however long these take.
-    """
-    at_once(_release_destroyed)
-
-
-def _release_destroyed() -> None:
-    with _making:
-        gone = [_CACHE.pop(group) for group in [*_CACHE] if not _exists(group)]
-    for comms in gone:
-        comms.leave()
-        comms.stop()
-        comms.let_go()
+    known = group()
+    return not is_known(known) and known not in unregistered
 
 
 def forget(group: dist.ProcessGroup) -> None:

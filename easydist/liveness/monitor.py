@@ -49,7 +49,6 @@ class Monitor(GroupStatus):
         disconnect: Breaks this process's connections of the group, so that waits in C++ end.
         waits_in_memory: True if the group's ranks share memory, so that each of them checks the others while it waits.
         is_destroyed: Returns True if the caller has destroyed the group without easydist.
-        release: Releases what destroyed groups keep, without waiting for that.
         younger: Returns the monitor of the verbs that wait in the memory of this group; None if there is none.
         questions: The questions to the hosts of ranks that meet.
         is_meeting: True while the ranks of a new group meet, outside of the calls of an older one.
@@ -63,7 +62,6 @@ class Monitor(GroupStatus):
         self.disconnect: Callable[[], None] = nothing
         self.waits_in_memory = False
         self.is_destroyed: Callable[[], bool] = _never
-        self.release: Callable[[], None] = nothing
         self.younger: Callable[[], Monitor | None] = _nobody
         self.outside: Callable[[], None] = nothing
         self.is_meeting, self.questions = False, Questions()
@@ -276,10 +274,8 @@ class Monitor(GroupStatus):
             raise again(self.broken)
 
     def publish(self) -> None:
-        """Publish this rank's state for other hosts; if torch has destroyed the group, leave and release it."""
+        """Publish this rank's state for ranks of other hosts; if torch has destroyed the group, tell all ranks."""
         if self.is_destroyed():
-            self.is_destroyed = _never
-            self.release()
             self.announce_leaving()
         super().publish()
 

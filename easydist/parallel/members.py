@@ -22,7 +22,7 @@ from easydist.base.arguments import integer, integers
 from easydist.base.wording import counted
 from easydist.groups.communicators import Communicators
 from easydist.groups.connecting import connect, registered_group
-from easydist.groups.known import SOLO, of_group, release_destroyed, unregistered
+from easydist.groups.known import SOLO, of_group, unregistered
 from easydist.groups.pickled import OfThisProcess
 from easydist.state import ProcessState
 from easydist.state.groups import default_group, is_recovered
@@ -261,7 +261,6 @@ class Members(OfThisProcess):
             unregistered.discard(group)
             if torch_groups.is_known(group):
                 dist.destroy_process_group(group)
-        release_destroyed()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.unique_name!r}, ranks={self.ranks}, rank_in_group={self.rank_in_group})"

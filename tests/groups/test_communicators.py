@@ -1,26 +1,19 @@
 """Frames, time limits and hosts of a group, and which of its communicators carries which data."""
 
-import collections
-import contextlib
 import errno
 import os
 import threading
-import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from groups import BACKENDS, check_works, made
-from launching import within
 
 import easydist
 from easydist import CollectiveTimeout, ProcessState
 from easydist.comms import Hierarchical
 from easydist.groups import known, sharing
 from easydist.groups.communicators import Frames
-from easydist.parallel import GroupCoordinator
 from easydist.shm.segment import Segment
 from easydist.testing import distributed
 
@@ -145,39 +138,3 @@ def test_only_where_dev_shm_is_full_the_warning_advises_to_enlarge_it(number, ad
     (said,) = [one.getMessage() for one in caplog.records]
     assert ("--shm-size" in said) == advises
     assert "EASYDIST_SHM=0" in said
-
-
-def holdings():
-    """Return the numbers of the things of which a group has some: mapped memory and threads of gloo."""
-    names = [line.split()[5][:9] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            names.append((thread / "comm").read_text().strip())
-    return collections.Counter(name for name in names if "gloo" in name or "shm" in name)
-
-
-def waited_for(is_so):
-    """Repeat ``is_so`` until it is true or the time is over, and return its last result."""
-    deadline = time.monotonic() + within(10)
-    while not (found := is_so()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found
-
-
-@pytest.mark.slow
-@BACKENDS
-@distributed(world_size=2)
-def test_destroyed_groups_end_although_no_other_is_made(rank, backend):
-    easydist.wait_for_everyone()  # which releases those of an earlier test
-    before = holdings()
-    with made(backend) as first, made(backend) as second:
-        check_works(first, backend)
-        check_works(second, backend)
-    alone = GroupCoordinator([[0], [1]], rank, "gloo", False)
-    assert {*(holdings() - before)} >= {"pt_gloo_runloop", "gloo_tcp_loop"}
-    assert (holdings()["/dev/shm/"] > before["/dev/shm/"]) == (backend == "shm")
-    alone.destroy()
-    dist.destroy_process_group(first)
-    dist.destroy_process_group(second)
-    del first, second
-    assert waited_for(lambda: not holdings() - before), holdings() - before

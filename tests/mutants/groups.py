@@ -74,13 +74,6 @@ MUTANTS = [
         "tests/groups/test_communicators.py::test_two_threads_that_come_first_get_the_same",
     ),
     Mutant(
-        "groups/known.py",
-        "_release_destroyed",
-        "        comms.stop()\n",
-        "",
-        "tests/groups/test_communicators.py -k destroyed_groups_end",
-    ),
-    Mutant(
         "groups/reconnecting.py",
         "reconnect",
         "        monitor.drop_log(_name_of_log(monitor.phase))\n",

@@ -4,13 +4,6 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
-        "liveness/monitor.py",
-        "Monitor.publish",
-        "            self.release()\n",
-        "",
-        "tests/groups/test_communicators.py -k destroyed_groups_end",
-    ),
-    Mutant(
         "liveness/status.py",
         "GroupStatus._unfinished",
         "or (is_exact and peer.has_ended())",
