@@ -171,6 +171,9 @@ def test_ctrl_c_waits_until_the_others_know_that_a_rank_failed_in_a_call(rank, b
         ):
             easydist.gather(torch.ones(100_000), group=group, timeout=LONG)
         patch.undo()
+        store = group.get_group_store()
+        store.set(f"told {rank}", "")
+        store.wait(["told 1", "told 2"])  # the next call of rank 0 would tell them, too
         check_works(group, backend)
 
 
