@@ -112,6 +112,14 @@ class _Kernel(IPythonKernel):
             self.shell.user_ns[ACT.partition("(")[0]] = lambda: self.act(meta)
         return await super().do_execute(code, silent, *args, cell_meta=cell_meta, **kwargs)
 
+    def _publish_execute_input(self, *_: object) -> None:
+        """Publish nothing: the notebook knows the source."""
+
+    def _publish_status(self, status: str, *args: Any, **kwargs: Any) -> None:
+        """Publish only the end of a request: the notebook knows when it begins, and each message takes time."""
+        if status == "idle":
+            super()._publish_status(status, *args, **kwargs)
+
     @contextlib.contextmanager
     def _cancel_on_sigint(self, future: Any) -> Iterator[None]:
         """Let Ctrl-C end an awaiting cell at once, in its call or its await, instead of at the loop's next event."""

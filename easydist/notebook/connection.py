@@ -64,16 +64,12 @@ class Connection:
         self._session.send(self._shell, message, buffers=list(buffers))
 
     def arrived(self, drops: bool) -> Iterator[dict[str, Any]]:
-        """Yield messages that have arrived, as ``RankHandle.messages`` does, but those with which a request begins."""
+        """Yield messages that have arrived, as ``RankHandle.messages`` does."""
         for socket in self.sockets:
             deadline = time.monotonic() + DRAIN
             while time.monotonic() <= deadline and (frames := _received(socket)):
-                is_large = frames[0].startswith(b"stream.") and sum(map(len, frames)) > LARGE
-                if frames[0].endswith(b".execute_input") or (drops and is_large):
-                    continue
-                message = self._session.deserialize(self._session.feed_identities(frames)[1])
-                if message["msg_type"] != "status" or message["content"]["execution_state"] == "idle":
-                    yield message
+                if not (drops and frames[0].startswith(b"stream.") and sum(map(len, frames)) > LARGE):
+                    yield self._session.deserialize(self._session.feed_identities(frames)[1])
 
     @property
     def has_messages(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from easydist.liveness.page import PageEntry
 
 END = frozenset({"execute_reply", "status"})
-"""The kinds of the two messages with which a rank ends a request; a message about its status says that it is idle."""
+"""The kinds of the two messages with which a rank ends a request; the status is that it is idle."""
 
 
 class Usage(NamedTuple):
@@ -85,7 +85,8 @@ class RankHandle(ABC):
 
     def _note_end(self, message: dict[str, Any]) -> None:
         """Note the two messages of ``END``. They come on two connections, in any order."""
-        if message["parent_header"].get("msg_id") == self.request:
+        is_end = message["msg_type"] != "status" or message["content"]["execution_state"] == "idle"
+        if is_end and message["parent_header"].get("msg_id") == self.request:
             self.unanswered.discard(message["msg_type"])
 
     @abstractmethod
