@@ -341,7 +341,7 @@ def _check_regular(operation: str, path: str | os.PathLike[str], status: os.stat
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         kinds = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
         what = kinds.get(stat.S_IFMT(status.st_mode), "special file")
-        raise OSError(errno.EINVAL, f"{operation} needs a regular file, but this is {a_or_an(what)}", os.fspath(path))
+        raise OSError(errno.EINVAL, f"{operation} needs a regular file, but this is a {what}", os.fspath(path))
 
 
 def _write_into(targets: Targets, leaves: Mapping[str, Any], path: str) -> Tree:

@@ -174,11 +174,10 @@ class Communicators:
         self.monitor.elder = getattr(group, "monitor", None)  # a group in shared memory has met
         self.frames, self.mark = Frames(self.size), Mark()
         self.under_way: dict[str, Any] = {}
-        # The bodies of ``together`` and the like that this rank is in; and the outermost one that another rank has left
+        # The bodies of ``together`` and the like that this rank is in, and those of ``main_process_first`` and the
+        # like, for whose end others wait outside; and the outermost body of the first kind that another rank has left
         # with an error, or is not in, as far as this rank has heard, with the error that it got.
-        self.bodies = 0
-        # The bodies of ``main_process_first`` and the like that this rank is in, for whose end others wait outside.
-        self.awaited_bodies = 0
+        self.bodies = self.awaited_bodies = 0
         self.left: tuple[int, EasydistError] | None = None
         self.turns = threading.RLock()  # a call in a signal handler is an error, not a deadlock
         self._recovery: Recovery | None = None

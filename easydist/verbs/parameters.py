@@ -199,12 +199,13 @@ def _check(item: Any) -> None:
     """Refuse what is not a parameter, or cannot be made whole and written back."""
     if not isinstance(item, torch.Tensor):
         raise TypeError(f"GatheredParameters takes parameters and modules, got {type(item).__name__}")
-    if is_sharded(item) and item.is_meta:
-        what = f"{_described(item)} is on the meta device"
-        raise TypeError(f"GatheredParameters: {what}; call model.to_empty(device=…) first")
-    if not is_sharded(item) and (reason := absence(item)):
+    if is_sharded(item):
+        if item.is_meta:
+            what = f"{_described(item)} is on the meta device"
+            raise TypeError(f"GatheredParameters: {what}; call model.to_empty(device=…) first")
+    elif reason := absence(item):
         raise TypeError(f"GatheredParameters: {_described(item)} {reason}")
-    if not is_sharded(item) and (reason := unwritable(item)):
+    elif reason := unwritable(item):
         raise ValueError(f"GatheredParameters: {_described(item)} {reason}, so it cannot be written in place")
     if getattr(item, "_is_flat_param", False) or getattr(item, "_fsdp_flattened", False):
         raise TypeError("GatheredParameters: a parameter of an FSDP1 module is a part of a shard; pass the module")
